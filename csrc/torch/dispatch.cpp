@@ -1,0 +1,49 @@
+#include "dispatch.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+#include <thread>
+
+#include "cuda_dispatch.h"
+
+namespace attn_qat::torch_glue {
+
+int max_workers() {
+  static const int workers = [] {
+    const unsigned cores = std::thread::hardware_concurrency();
+    return cores > 0 ? static_cast<int>(cores) : 1;
+  }();
+  return workers;
+}
+
+cpu::Executor torch_executor() {
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  const int workers = threads < max_workers() ? threads : max_workers();
+  return {workers > 0 ? workers : 1, [](int count, void (*body)(void*, int), void* context) {
+            torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+              for (int64_t worker = begin; worker < end; ++worker) body(context, static_cast<int>(worker));
+            });
+          }};
+}
+
+const float* check_global_scale(const char* op, const std::optional<Tensor>& global_scale, const Tensor& like) {
+  if (!global_scale) return nullptr;
+  const Argument argument{op, "global_scale", *global_scale};
+  check_dtype_is(argument, ScalarType::Float);
+  check_same_device(argument, {op, "the input", like});
+  ATTN_QAT_CHECK(global_scale->numel() == 1, op, ": global_scale has shape ", shape_text(*global_scale),
+                 ", takes one element");
+  const float* value = static_cast<const float*>(global_scale->const_data_ptr());
+  if (global_scale->is_cpu())
+    ATTN_QAT_CHECK(std::isfinite(*value) && *value > 0.0f, op, ": global_scale is ", *value,
+                   ", takes a finite positive number");
+  return value;
+}
+
+void launch_fake_quantize(const QuantizeParams& p, const Tensor& on) {
+  if (on.is_cpu()) return cpu::fake_quantize(p, torch_executor());
+  cuda_fake_quantize(p, on);
+}
+
+}  // namespace attn_qat::torch_glue

@@ -1,0 +1,40 @@
+"""NVFP4 fake-quantised attention for PyTorch: train with it, and FP4 inference computes what training saw.
+
+`attention` is the differentiable function, `Attention` its module; the operators are `torch.ops.attn_qat.*`.
+"""
+
+from ._library import build_info
+from .autograd import attention
+from .module import Attention
+from .ops import (
+    backward,
+    backward_dkdv,
+    backward_dq,
+    backward_out,
+    backward_workspace_bytes,
+    dequantize,
+    fake_quantize,
+    forward,
+    preprocess,
+    quantize,
+)
+from .recipe import Recipe
+
+__version__ = build_info()["version"]
+
+__all__ = [
+    "Attention",
+    "Recipe",
+    "attention",
+    "backward",
+    "backward_dkdv",
+    "backward_dq",
+    "backward_out",
+    "backward_workspace_bytes",
+    "build_info",
+    "dequantize",
+    "fake_quantize",
+    "forward",
+    "preprocess",
+    "quantize",
+]
