@@ -9,10 +9,6 @@ namespace {
 
 constexpr int64_t kWorkspaceAlignment = 64;
 
-Tensor new_workspace(const Tensor& like, size_t bytes) {
-  return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-}
-
 std::vector<int64_t> row_shape(const AttentionShape& s) { return {s.batch, s.heads_q, s.seq_q}; }
 
 // A float32 or int32 value for each query row.
@@ -49,9 +45,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor
   p.out = view_of(out), p.high_precision_out = view_of(high_precision_out);
   p.lse = static_cast<float*>(lse.mutable_data_ptr());
   p.row_exponent = static_cast<int32_t*>(row_exponent.mutable_data_ptr());
-  const cpu::Executor executor = torch_executor();
-  Tensor workspace = new_workspace(q, cpu::forward_workspace_bytes(p.shape, executor.workers));
-  cpu::forward(p, workspace.mutable_data_ptr(), executor);
+  launch_forward(p, q);
   return {out, high_precision_out, lse, row_exponent};
 }
 
@@ -71,7 +65,7 @@ Tensor preprocess(const Tensor& high_precision_out, const Tensor& grad_out) {
   Tensor delta = torch::stable::new_empty(grad_out, {p.batch, p.heads, p.seq}, ScalarType::Float);
   p.high_precision_out = view_of(high_precision_out), p.grad_out = view_of(grad_out);
   p.delta = static_cast<float*>(delta.mutable_data_ptr());
-  cpu::preprocess(p, torch_executor());
+  launch_preprocess(p, grad_out);
   return delta;
 }
 
@@ -114,12 +108,6 @@ void set_high_precision_out(const char* op, BackwardParams& p, const Tensor& q, 
   p.high_precision_out = view_of(high_precision_out);
 }
 
-void run_backward(const BackwardParams& p, const Tensor& on) {
-  const cpu::Executor executor = torch_executor();
-  Tensor workspace = new_workspace(on, cpu::backward_workspace_bytes(p.shape, executor.workers));
-  cpu::backward(p, workspace.mutable_data_ptr(), executor);
-}
-
 Tensor backward_dq(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
                    const Tensor& delta, double softmax_scale, bool is_causal, std::string recipe,
                    std::optional<Tensor> row_exponent) {
@@ -128,7 +116,7 @@ Tensor backward_dq(const Tensor& grad_out, const Tensor& q, const Tensor& k, con
   set_delta(op, p, q, delta);
   Tensor dq = torch::stable::new_empty(q, q.sizes());
   p.dq = view_of(dq);
-  run_backward(p, q);
+  launch_backward(p, q);
   return dq;
 }
 
@@ -140,7 +128,7 @@ std::tuple<Tensor, Tensor> backward_dkdv(const Tensor& grad_out, const Tensor& q
   set_delta(op, p, q, delta);
   Tensor dk = torch::stable::new_empty(k, k.sizes()), dv = torch::stable::new_empty(v, v.sizes());
   p.dk = view_of(dk), p.dv = view_of(dv);
-  run_backward(p, q);
+  launch_backward(p, q);
   return {dk, dv};
 }
 
@@ -154,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
   Tensor dq = torch::stable::new_empty(q, q.sizes());
   Tensor dk = torch::stable::new_empty(k, k.sizes()), dv = torch::stable::new_empty(v, v.sizes());
   p.dq = view_of(dq), p.dk = view_of(dk), p.dv = view_of(dv);
-  run_backward(p, q);
+  launch_backward(p, q);
   return {dq, dk, dv};
 }
 
@@ -179,19 +167,29 @@ void backward_out(const Tensor& grad_out, const Tensor& q, const Tensor& k, cons
   check_dtype_is(space, ScalarType::Byte);
   check_same_device(space, {op, "q", q});
   check_contiguous(space);
-  const int64_t wanted = static_cast<int64_t>(cpu::backward_workspace_bytes(p.shape, max_workers()));
+  const int64_t wanted = static_cast<int64_t>(backward_workspace_bytes(p.shape, q));
   ATTN_QAT_CHECK(workspace.dim() == 1 && workspace.numel() >= wanted, op, ": workspace has shape ",
                  shape_text(workspace), ", takes one dimension of at least ", wanted, " bytes");
   ATTN_QAT_CHECK(wanted == 0 || reinterpret_cast<uintptr_t>(workspace.const_data_ptr()) % kWorkspaceAlignment == 0,
                  op, ": workspace starts at an address that is no multiple of ", kWorkspaceAlignment,
                  " bytes, takes one that is");
   p.dq = view_of(dq), p.dk = view_of(dk), p.dv = view_of(dv);
-  cpu::backward(p, workspace.data_ptr(), torch_executor());
+  launch_backward(p, workspace.data_ptr(), q);
 }
 
-int64_t backward_workspace_bytes(const Tensor& q, const Tensor& k) {
-  const AttentionShape shape = check_attention("backward_workspace_bytes", q, k, k);
-  return static_cast<int64_t>(cpu::backward_workspace_bytes(shape, max_workers()));
+int64_t workspace_bytes_op(const Tensor& q, const Tensor& k) {
+  return static_cast<int64_t>(backward_workspace_bytes(check_attention("backward_workspace_bytes", q, k, k), q));
+}
+
+template <class Library>
+void implement(Library& m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("preprocess", TORCH_BOX(&preprocess));
+  m.impl("backward_dq", TORCH_BOX(&backward_dq));
+  m.impl("backward_dkdv", TORCH_BOX(&backward_dkdv));
+  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("backward.out", TORCH_BOX(&backward_out));
+  m.impl("backward_workspace_bytes", TORCH_BOX(&workspace_bytes_op));
 }
 
 }  // namespace
@@ -218,14 +216,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attn_qat, m) {
   m.def("backward_workspace_bytes(Tensor q, Tensor k) -> int");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(attn_qat, CPU, m) {
-  m.impl("forward", TORCH_BOX(&forward));
-  m.impl("preprocess", TORCH_BOX(&preprocess));
-  m.impl("backward_dq", TORCH_BOX(&backward_dq));
-  m.impl("backward_dkdv", TORCH_BOX(&backward_dkdv));
-  m.impl("backward", TORCH_BOX(&backward));
-  m.impl("backward.out", TORCH_BOX(&backward_out));
-  m.impl("backward_workspace_bytes", TORCH_BOX(&backward_workspace_bytes));
-}
+STABLE_TORCH_LIBRARY_IMPL(attn_qat, CPU, m) { implement(m); }
+
+#if ATTN_QAT_CUDA
+STABLE_TORCH_LIBRARY_IMPL(attn_qat, CUDA, m) { implement(m); }
+#endif
 
 }  // namespace attn_qat::torch_glue

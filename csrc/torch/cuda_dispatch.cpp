@@ -5,6 +5,9 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
 
 #include <cstring>
 
@@ -17,14 +20,30 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace attn_qat::torch_glue {
 namespace {
 
+// First match wins. A family says why it does not take a problem; if none does, the error lists what each said.
 template <class Params>
 struct Family {
   const char* name;
   const char* (*why_not)(const Params&);
-  cudaError_t (*launch)(const Params&, cudaStream_t);
+  size_t (*workspace_bytes)(const Params&);
+  cudaError_t (*launch)(const Params&, void* workspace, cudaStream_t);
 };
 
-constexpr Family<QuantizeParams> kFakeQuantize[] = {{"common", common::why_not, common::fake_quantize}};
+constexpr Family<QuantizeParams> kFakeQuantize[] = {
+    {"common", common::why_not, [](const QuantizeParams&) { return size_t{0}; },
+     [](const QuantizeParams& p, void*, cudaStream_t s) { return common::fake_quantize(p, s); }}};
+
+constexpr Family<PreprocessParams> kPreprocess[] = {
+    {"common", common::why_not, [](const PreprocessParams&) { return size_t{0}; },
+     [](const PreprocessParams& p, void*, cudaStream_t s) { return common::preprocess(p, s); }}};
+
+constexpr Family<ForwardParams> kForward[] = {
+    {"mma_sync", mma_sync::why_not,
+     [](const ForwardParams& p) { return mma_sync::forward_workspace_bytes(p.shape, p.recipe); }, mma_sync::forward}};
+
+constexpr Family<BackwardParams> kBackward[] = {
+    {"mma_sync", mma_sync::why_not,
+     [](const BackwardParams& p) { return mma_sync::backward_workspace_bytes(p.shape); }, mma_sync::backward}};
 
 void check_cuda(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return;
@@ -53,22 +72,55 @@ cudaStream_t current_stream(const char* op, int device) {
 }
 
 template <class Params, size_t kCount>
-void run(const char* op, const Family<Params> (&families)[kCount], const Params& p, const Tensor& on) {
-  const int device = on.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  check_target(op, device);
+const Family<Params>& choose(const char* op, const Family<Params> (&families)[kCount], const Params& p) {
   std::string reasons;
   for (const auto& family : families) {
     const char* reason = family.why_not(p);
-    if (!reason) return check_cuda(op, family.launch(p, current_stream(op, device)));
+    if (!reason) return family;
     reasons += std::string(reasons.empty() ? "" : "; ") + family.name + ": " + reason;
   }
-  throw std::runtime_error(std::string(op) + ": no kernel takes this problem (" + reasons + ")");
+  throw std::runtime_error(std::string(op) + ": no CUDA kernel takes this problem (" + reasons + ")");
+}
+
+// `given`: the caller's workspace, or nullptr to take one from torch's allocator.
+template <class Params, size_t kCount>
+void run(const char* op, const Family<Params> (&families)[kCount], const Params& p, void* given, const Tensor& on) {
+  const int device = on.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  check_target(op, device);
+  const Family<Params>& family = choose(op, families, p);
+  std::optional<Tensor> own;
+  if (!given) {
+    const auto bytes = static_cast<int64_t>(family.workspace_bytes(p));
+    if (bytes > 0) own = torch::stable::new_empty(on, {bytes}, ScalarType::Byte);
+  }
+  void* workspace = own ? own->data_ptr() : given;
+  check_cuda(op, family.launch(p, workspace, current_stream(op, device)));
 }
 
 }  // namespace
 
-void cuda_fake_quantize(const QuantizeParams& p, const Tensor& on) { run("fake_quantize", kFakeQuantize, p, on); }
+void cuda_fake_quantize(const QuantizeParams& p, const Tensor& on) {
+  run("fake_quantize", kFakeQuantize, p, nullptr, on);
+}
+
+void cuda_preprocess(const PreprocessParams& p, const Tensor& on) { run("preprocess", kPreprocess, p, nullptr, on); }
+
+void cuda_forward(const ForwardParams& p, const Tensor& on) { run("forward", kForward, p, nullptr, on); }
+
+void cuda_backward(const BackwardParams& p, const Tensor& on) { run("backward", kBackward, p, nullptr, on); }
+
+void cuda_backward(const BackwardParams& p, void* workspace, const Tensor& on) {
+  run("backward", kBackward, p, workspace, on);
+}
+
+size_t cuda_backward_workspace_bytes(const AttentionShape& shape) {
+  BackwardParams p{};
+  p.shape = shape;
+  size_t most = 0;
+  for (const auto& family : kBackward) most = std::max(most, family.workspace_bytes(p));
+  return most;
+}
 
 }  // namespace attn_qat::torch_glue
 
@@ -76,9 +128,14 @@ void cuda_fake_quantize(const QuantizeParams& p, const Tensor& on) { run("fake_q
 
 namespace attn_qat::torch_glue {
 
-void cuda_fake_quantize(const QuantizeParams&, const Tensor&) {
-  throw std::runtime_error("fake_quantize: this build has no CUDA kernels");
-}
+[[noreturn]] static void refuse_cuda() { throw std::runtime_error("attn_qat: this build has no CUDA kernels"); }
+
+void cuda_fake_quantize(const QuantizeParams&, const Tensor&) { refuse_cuda(); }
+void cuda_preprocess(const PreprocessParams&, const Tensor&) { refuse_cuda(); }
+void cuda_forward(const ForwardParams&, const Tensor&) { refuse_cuda(); }
+void cuda_backward(const BackwardParams&, const Tensor&) { refuse_cuda(); }
+void cuda_backward(const BackwardParams&, void*, const Tensor&) { refuse_cuda(); }
+size_t cuda_backward_workspace_bytes(const AttentionShape&) { refuse_cuda(); }
 
 }  // namespace attn_qat::torch_glue
 

@@ -41,9 +41,41 @@ const float* check_global_scale(const char* op, const std::optional<Tensor>& glo
   return value;
 }
 
+static Tensor new_workspace(const Tensor& on, size_t bytes) {
+  return torch::stable::new_empty(on, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+}
+
 void launch_fake_quantize(const QuantizeParams& p, const Tensor& on) {
-  if (on.is_cpu()) return cpu::fake_quantize(p, torch_executor());
-  cuda_fake_quantize(p, on);
+  if (on.is_cuda()) return cuda_fake_quantize(p, on);
+  cpu::fake_quantize(p, torch_executor());
+}
+
+void launch_preprocess(const PreprocessParams& p, const Tensor& on) {
+  if (on.is_cuda()) return cuda_preprocess(p, on);
+  cpu::preprocess(p, torch_executor());
+}
+
+void launch_forward(const ForwardParams& p, const Tensor& on) {
+  if (on.is_cuda()) return cuda_forward(p, on);
+  const cpu::Executor executor = torch_executor();
+  Tensor workspace = new_workspace(on, cpu::forward_workspace_bytes(p.shape, executor.workers));
+  cpu::forward(p, workspace.mutable_data_ptr(), executor);
+}
+
+void launch_backward(const BackwardParams& p, const Tensor& on) {
+  if (on.is_cuda()) return cuda_backward(p, on);
+  const cpu::Executor executor = torch_executor();
+  Tensor workspace = new_workspace(on, cpu::backward_workspace_bytes(p.shape, executor.workers));
+  cpu::backward(p, workspace.mutable_data_ptr(), executor);
+}
+
+void launch_backward(const BackwardParams& p, void* workspace, const Tensor& on) {
+  if (on.is_cuda()) return cuda_backward(p, workspace, on);
+  cpu::backward(p, workspace, torch_executor());
+}
+
+size_t backward_workspace_bytes(const AttentionShape& shape, const Tensor& on) {
+  return on.is_cuda() ? cuda_backward_workspace_bytes(shape) : cpu::backward_workspace_bytes(shape, max_workers());
 }
 
 }  // namespace attn_qat::torch_glue

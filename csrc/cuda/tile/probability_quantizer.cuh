@@ -1,0 +1,40 @@
+// The quantiser of P in registers: format/nvfp4.h in a form that costs few instructions.
+//
+// Blocks of P hold values >= 0 whose scale is known before them. y = p * RN(1 / s) may be one last place off the exact quotient, less than ex2.approx is off in p; forward and
+// backward take the same y and so the same code. Tensors, where bits count, go through tile/quantize.cuh.
+#pragma once
+#include "cuda/tile/quantize.cuh"
+
+namespace attn_qat::tile {
+
+// A block's scale s (times any power of two) and RN(1 / s).
+struct BlockScale {
+  float scale, reciprocal;
+};
+
+// Scale of a block from its largest value (not negative). The values carry no gain, their codes do:
+// scale = e4m3(max(largest * gain / 6, 2^-9)) / gain, with gain a power of two.
+__device__ __forceinline__ BlockScale block_scale(float largest, float gain) {
+  BlockScale s;
+  s.scale = block_scale_of_magnitude(largest * gain) * (1.0f / gain);
+  s.reciprocal = __frcp_rn(s.scale);
+  return s;
+}
+
+// p0, p1 (not negative) become code * factor, where factor is the block's scale times whatever the caller folds in.
+__device__ __forceinline__ void quantize_pair(float& p0, float& p1, float reciprocal, float factor) {
+#if ATTN_QAT_HAS_E2M1
+  const uint32_t codes = ptx::cvt_rn_satfinite_e2m1x2_f32(p1 * reciprocal, p0 * reciprocal);
+  const uint32_t halves = ptx::cvt_rn_f16x2_e2m1x2(codes);
+  const float2 values = __half22float2(reinterpret_cast<const __half2&>(halves));
+  p0 = values.x * factor;
+  p1 = values.y * factor;
+#else
+  const float scaled = factor * 0x1p22f;
+  const float y0 = fminf(p0 * reciprocal, nvfp4::kE2m1Max), y1 = fminf(p1 * reciprocal, nvfp4::kE2m1Max);
+  p0 = round_e2m1_times_2pow_minus_22(y0) * scaled;
+  p1 = round_e2m1_times_2pow_minus_22(y1) * scaled;
+#endif
+}
+
+}  // namespace attn_qat::tile

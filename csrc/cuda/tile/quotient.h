@@ -1,0 +1,36 @@
+// The quotient that the hardware E2M1 conversion is given, on host and device (the host tests it).
+//
+// Claim: converting RN(x / s), the quotient rounded to FP32, gives the code of the exact x / s, for every
+// E4M3 scale s. The two could differ only if rounding moved a quotient onto a midpoint m. But s * m is an
+// FP32 number, so an x beside it is off by at least its last place, and
+//     |x / s - m| >= ulp(s m) / s > ulp(m) / 2,
+// as the significand of s is at most 1.875 < 2: such a quotient rounds to a neighbour of m, not to m itself.
+// (Next to m = 1/4 with s a power of two, where the gap below s m is half as wide, the division is exact.)
+//
+// RN(x / s) itself takes no division: with r = RN(1 / s) and q = RN(x r), one step x - q s, exact in an FMA,
+// and q + (x - q s) r give it (Markstein). Nothing overflows, because the scale of a block that holds x is at
+// least about |x| / 6, or 448; and subnormal remainders spoil the last place of quotients far below 1/4 only.
+#pragma once
+#include <cmath>
+
+#include "format/float_types.h"
+
+namespace attn_qat::tile {
+
+// x / scale rounded to nearest, where reciprocal = 1 / scale rounded to nearest.
+ATTN_QAT_HD float quotient(float x, float scale, float reciprocal) {
+  const float estimate = x * reciprocal;
+  return ::fmaf(::fmaf(-estimate, scale, x), reciprocal, estimate);
+}
+
+// The E2M1 magnitude nearest to 0 <= y <= 6, ties to the even code, times 2^-22.
+//
+// With g any float in the binade whose last place is the E2M1 step at y, RN(g - y) rounds y to that step. max(y, 1.5)
+// is one for y' = y 2^-22: its last place is 2^-23, 2^-22, 2^-21 from 1, 2, 4 on, steps of 1/2, 1, 2 in y. At a tie g is
+// a multiple of many steps, so the even difference is the even code.
+ATTN_QAT_HD float round_e2m1_times_2pow_minus_22(float y) {
+  const float g = y > 1.5f ? y : 1.5f;
+  return g - ::fmaf(y, -0x1p-22f, g);
+}
+
+}  // namespace attn_qat::tile
