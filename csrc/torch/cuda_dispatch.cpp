@@ -60,7 +60,7 @@ void check_target(const char* op, int device) {
   check_cuda(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   const std::string target = "sm_" + std::to_string(major * 10 + minor) + "a";
   if ((" " + std::string(ATTN_QAT_CUDA_TARGETS) + " ").find(" " + target + " ") == std::string::npos)
-    throw std::runtime_error(std::string(op) + ": no kernel for compute capability " + std::to_string(major) + "." +
+    throw std::runtime_error(std::string(op) + ": no CUDA kernel for compute capability " + std::to_string(major) + "." +
                              std::to_string(minor) + "; this build holds " ATTN_QAT_CUDA_TARGETS);
 }
 

@@ -16,6 +16,18 @@ from .recipe import Recipe
 _ops = torch.ops.attn_qat
 
 
+def _call(op, *args, **kwargs):
+    """op(...), with the library's "no CUDA kernel" errors as NotImplementedError: C++ can only raise RuntimeError."""
+    if torch.compiler.is_compiling():
+        return op(*args, **kwargs)
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        if "no CUDA kernel" in str(error):
+            raise NotImplementedError(str(error)) from None
+        raise
+
+
 def fake_quantize(x: Tensor, axis: int = -1, global_scale: Tensor | None = None) -> Tensor:
     """x rounded to NVFP4 along `axis` (-1 or -2) and back, in x's dtype and shape, contiguous.
 
@@ -23,7 +35,7 @@ def fake_quantize(x: Tensor, axis: int = -1, global_scale: Tensor | None = None)
     `global_scale`: one float32 value that multiplies when decoding. The gradient is the identity (straight-through),
     also for saturated values.
     """
-    return _ops.fake_quantize(x, axis, global_scale)
+    return _call(_ops.fake_quantize, x, axis, global_scale)
 
 
 def quantize(
@@ -34,7 +46,7 @@ def quantize(
     data: two codes a byte, the even index in the low nibble. scales: (..., ceil(n / 16)), or with `tiled_scales` the
     128x4 tiles that block-scaled GEMMs read, (..., ceil(rows / 128) * 128, ceil(n / 64) * 4), padding zero.
     """
-    return _ops.quantize(x, axis, global_scale, tiled_scales)
+    return _call(_ops.quantize, x, axis, global_scale, tiled_scales)
 
 
 def dequantize(
@@ -46,7 +58,7 @@ def dequantize(
     tiled_scales: bool = False,
 ) -> Tensor:
     """Values of packed NVFP4 in `dtype`; `axis` is where the quantised axis goes back to."""
-    return _ops.dequantize(data, scales, dtype, axis, global_scale, tiled_scales)
+    return _call(_ops.dequantize, data, scales, dtype, axis, global_scale, tiled_scales)
 
 
 def forward(
@@ -59,12 +71,12 @@ def forward(
     row_exponent: (B, Hq, Sq) int32, the power of two that P was quantised against.
     Causal masks align bottom-right: query i sees keys j <= i + S_kv - S_q.
     """
-    return _ops.forward(q, k, v, softmax_scale, is_causal, str(recipe))
+    return _call(_ops.forward, q, k, v, softmax_scale, is_causal, str(recipe))
 
 
 def preprocess(high_precision_out: Tensor, grad_out: Tensor) -> Tensor:
     """delta = rowsum(high_precision_out * grad_out): (B, Hq, Sq) float32."""
-    return _ops.preprocess(high_precision_out, grad_out)
+    return _call(_ops.preprocess, high_precision_out, grad_out)
 
 
 def backward_dq(
@@ -80,7 +92,9 @@ def backward_dq(
     row_exponent: Tensor | None = None,
 ) -> Tensor:
     """dQ alone, the same bits as `backward` gives."""
-    return _ops.backward_dq(grad_out, q, k, v, lse, delta, softmax_scale, is_causal, str(recipe), row_exponent)
+    return _call(
+        _ops.backward_dq, grad_out, q, k, v, lse, delta, softmax_scale, is_causal, str(recipe), row_exponent
+    )
 
 
 def backward_dkdv(
@@ -96,7 +110,9 @@ def backward_dkdv(
     row_exponent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dK, dV) alone, the same bits as `backward` gives."""
-    return _ops.backward_dkdv(grad_out, q, k, v, lse, delta, softmax_scale, is_causal, str(recipe), row_exponent)
+    return _call(
+        _ops.backward_dkdv, grad_out, q, k, v, lse, delta, softmax_scale, is_causal, str(recipe), row_exponent
+    )
 
 
 def backward(
@@ -116,14 +132,14 @@ def backward(
     Without `row_exponent` the reference exponent comes from lse, which moves the floor under which P flushes to zero.
     The same bits on every run.
     """
-    return _ops.backward(
-        grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, str(recipe), row_exponent
+    return _call(
+        _ops.backward, grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, str(recipe), row_exponent
     )
 
 
 def backward_workspace_bytes(q: Tensor, k: Tensor) -> int:
     """Size of the uint8 workspace, 64-byte aligned, that `backward_out` takes for these shapes in this process."""
-    return _ops.backward_workspace_bytes(q, k)
+    return _call(_ops.backward_workspace_bytes, q, k)
 
 
 def backward_out(
@@ -144,7 +160,7 @@ def backward_out(
     dv: Tensor,
 ) -> None:
     """`backward` into caller-owned dq, dk, dv: allocates nothing. `workspace`: see `backward_workspace_bytes`."""
-    _ops.backward.out(
-        grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, str(recipe), row_exponent, workspace,
+    _call(
+        _ops.backward.out, grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, str(recipe), row_exponent, workspace,
         dq=dq, dk=dk, dv=dv,
     )

@@ -159,33 +159,41 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dkdv_ke
 
   // Tiles come in the order of query heads, then rows; `next` runs one tile ahead of the products.
   struct { int64_t head, row; } next{h_kv * group, int64_t{first_tile} * C::kTileQ}, now = next;
+  const auto q_at = [&](auto& at) { return head_pointer<Quantized>(p.q, b, at.head) + at.row * p.q.stride_s; };
+  const auto grad_at = [&](auto& at) { return head_pointer<T>(p.grad_out, b, at.head) + at.row * p.grad_out.stride_s; };
+  using QueryRows = tile::NaturalRows;
+  const int64_t rows = shape.seq_q - next.row;
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, Quantized> q_loader(q_at(next), p.q.stride_s, rows);
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, T> grad_loader(grad_at(next), p.grad_out.stride_s,
+                                                                                  rows);
+  // True when `at` moved on to the next head.
   const auto advance = [&](auto& at) {
     at.row += C::kTileQ;
-    if (at.row >= shape.seq_q) at.row = int64_t{first_tile} * C::kTileQ, ++at.head;
+    if (at.row < shape.seq_q) return false;
+    at.row = int64_t{first_tile} * C::kTileQ;
+    ++at.head;
+    return true;
   };
   const auto load_queries = [&](int stage) {
-    const int64_t h = next.head, from = next.row;
-    const int64_t rows = shape.seq_q - from;
-    tile::load_rows<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows>(
-        ptx::smem_addr(smem.q[stage]), head_pointer<Quantized>(p.q, b, h) + from * p.q.stride_s, p.q.stride_s, rows);
-    tile::load_rows<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows>(
-        ptx::smem_addr(smem.grad_out[stage]), head_pointer<T>(p.grad_out, b, h) + from * p.grad_out.stride_s,
-        p.grad_out.stride_s, rows);
+    q_loader.load(ptx::smem_addr(smem.q[stage]));
+    grad_loader.load(ptx::smem_addr(smem.grad_out[stage]));
     if (threadIdx.x < C::kTileQ) {
-      const bool valid = threadIdx.x < rows;
-      const int64_t row = (b * shape.heads_q + h) * shape.seq_q + from + (valid ? threadIdx.x : 0);
-      ptx::cp_async_16(ptx::smem_addr(&smem.statistics[stage][threadIdx.x]), args.statistics + row, valid);
+      const int64_t row = next.row + threadIdx.x;
+      const auto* from = args.statistics + (b * shape.heads_q + next.head) * shape.seq_q + row;
+      ptx::cp_async_16(ptx::smem_addr(&smem.statistics[stage][threadIdx.x]), from, row < shape.seq_q);
     }
-    advance(next);
+    if (advance(next)) q_loader.restart(q_at(next), rows), grad_loader.restart(grad_at(next), rows);
   };
 
   // K passes through the stages' memory on its way to registers.
   static_assert(sizeof(smem.q) + sizeof(smem.grad_out) >= sizeof(Quantized) * C::kTileK * C::kHeadDim);
   const ptx::SmemAddr k_tile = ptx::smem_addr(smem.q[0]);
-  tile::load_rows<C::kHeadDim, C::kTileK, C::kThreads, tile::NaturalRows>(
-      k_tile, head_pointer<Quantized>(p.k, b, h_kv) + first_key * p.k.stride_s, p.k.stride_s, keys_left);
-  tile::load_rows<C::kHeadDim, C::kTileK, C::kThreads, tile::NaturalRows>(
-      ptx::smem_addr(smem.v), head_pointer<T>(p.v, b, h_kv) + first_key * p.v.stride_s, p.v.stride_s, keys_left);
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, tile::NaturalRows, Quantized>(
+      head_pointer<Quantized>(p.k, b, h_kv) + first_key * p.k.stride_s, p.k.stride_s, keys_left)
+      .load(k_tile);
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, tile::NaturalRows, T>(
+      head_pointer<T>(p.v, b, h_kv) + first_key * p.v.stride_s, p.v.stride_s, keys_left)
+      .load(ptx::smem_addr(smem.v));
   ptx::cp_async_commit_group();
   ptx::cp_async_wait_group<0>();
   __syncthreads();  // K and V have landed

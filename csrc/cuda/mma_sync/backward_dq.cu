@@ -103,17 +103,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dq_kern
   const int64_t last_row = min(first_row + C::kTileQ, shape.seq_q) - 1;
   const int64_t keys = p.causal ? max(last_row + 1 + offset, int64_t{0}) : shape.seq_k;
   const int tiles_k = static_cast<int>((keys + C::kTileK - 1) / C::kTileK);
-  const auto* k = head_pointer<Quantized>(p.k, b, h_kv);
-  const auto* v = head_pointer<T>(p.v, b, h_kv);
 
   BackwardDqWarp<C, T> warp;
   zero(warp.dq);
-  tile::load_rows<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows>(
-      ptx::smem_addr(smem.first.q), head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s, p.q.stride_s,
-      shape.seq_q - first_row);
-  tile::load_rows<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows>(
-      ptx::smem_addr(smem.first.grad_out), head_pointer<T>(p.grad_out, b, h) + first_row * p.grad_out.stride_s,
-      p.grad_out.stride_s, shape.seq_q - first_row);
+  const int64_t rows = shape.seq_q - first_row;
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows, Quantized>(
+      head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s, p.q.stride_s, rows)
+      .load(ptx::smem_addr(smem.first.q));
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows, T>(
+      head_pointer<T>(p.grad_out, b, h) + first_row * p.grad_out.stride_s, p.grad_out.stride_s, rows)
+      .load(ptx::smem_addr(smem.first.grad_out));
   ptx::cp_async_commit_group();
   const int64_t row = first_row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
 #pragma unroll
@@ -128,12 +127,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dq_kern
   warp.load(ptx::smem_addr(smem.first.q), ptx::smem_addr(smem.first.grad_out));
   __syncthreads();  // every warp has them in registers: the stages may be overwritten
 
+  using KeyRows = tile::NaturalRows;
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, Quantized> k_loader(
+      head_pointer<Quantized>(p.k, b, h_kv), p.k.stride_s, shape.seq_k);
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, T> v_loader(head_pointer<T>(p.v, b, h_kv), p.v.stride_s,
+                                                                             shape.seq_k);
   const auto load_keys = [&](int j) {
-    const int64_t from = int64_t{j} * C::kTileK;
-    tile::load_rows<C::kHeadDim, C::kTileK, C::kThreads, tile::NaturalRows>(
-        ptx::smem_addr(smem.loop.k[j % C::kStages]), k + from * p.k.stride_s, p.k.stride_s, shape.seq_k - from);
-    tile::load_rows<C::kHeadDim, C::kTileK, C::kThreads, tile::NaturalRows>(
-        ptx::smem_addr(smem.loop.v[j % C::kStages]), v + from * p.v.stride_s, p.v.stride_s, shape.seq_k - from);
+    k_loader.load(ptx::smem_addr(smem.loop.k[j % C::kStages]));
+    v_loader.load(ptx::smem_addr(smem.loop.v[j % C::kStages]));
   };
   using Smem = BackwardDqSmem<C, T>;
   constexpr int kStageBytes = sizeof(smem.loop.k[0]), kVOffset = offsetof(Smem, loop.v) - offsetof(Smem, loop.k);

@@ -237,16 +237,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) forward_kernel(c
   const auto* k = head_pointer<Quantized>(p.k, b, h_kv);
   const auto* v = head_pointer<T>(p.v, b, h_kv);
 
-  const auto load_k = [&](int j) {
-    const int64_t from = int64_t{j} * C::kTileK;
-    tile::load_rows<C::kHeadDim, C::kTileK, C::kThreads, tile::PermutedRows>(
-        ptx::smem_addr(smem.k[j % C::kStages]), k + from * p.k.stride_s, p.k.stride_s, shape.seq_k - from);
-  };
-  const auto load_v = [&](int j) {
-    const int64_t from = int64_t{j} * C::kTileK;
-    tile::load_rows<C::kHeadDim, C::kTileK, C::kThreads, tile::PermutedRows>(
-        ptx::smem_addr(smem.v[j % C::kStages]), v + from * p.v.stride_s, p.v.stride_s, shape.seq_k - from);
-  };
+  using KeyRows = tile::PermutedRows;
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, Quantized> k_loader(k, p.k.stride_s, shape.seq_k);
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, T> v_loader(v, p.v.stride_s, shape.seq_k);
+  const auto load_k = [&](int j) { k_loader.load(ptx::smem_addr(smem.k[j % C::kStages])); };
+  const auto load_kv = [&](int j) { load_k(j), v_loader.load(ptx::smem_addr(smem.v[j % C::kStages])); };
 
   ForwardWarp<C, T, kRecipe> warp;
   constexpr int kStageBytes = sizeof(smem.k[0]);
@@ -278,16 +273,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) forward_kernel(c
     }
   };
 
-  tile::load_rows<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows>(
-      ptx::smem_addr(smem.q), head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s, p.q.stride_s,
-      shape.seq_q - first_row);
-  if constexpr (kRecipe == Recipe::kCudnn)
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows, Quantized>(
+      head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s, p.q.stride_s, shape.seq_q - first_row)
+      .load(ptx::smem_addr(smem.q));
+  if constexpr (kRecipe == Recipe::kCudnn) {
     for_each_tile(load_k, [&](int j) {
       float s[C::kTileK / 8][4];
       masked_scores(j, s);
       warp.raise_row_max(s, args.scale_log2);
     });
-  const auto load_kv = [&](int j) { load_k(j), load_v(j); };
+    k_loader.restart(k, shape.seq_k);
+  }
   for_each_tile(load_kv, [&](int j) {
     float s[C::kTileK / 8][4], block_max[2];
     masked_scores(j, s);

@@ -10,4 +10,11 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// rcp.approx.ftz.f32: 1 / x within 1 ulp.
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace attn_qat::ptx

@@ -26,20 +26,43 @@ __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
   return static_cast<uint32_t>((row * (kHeadDim / kChunk) + (chunk ^ Rows::swizzle(row))) * 16);
 }
 
-// Copies kRows rows from global memory with cp.async, all threads together; rows from `valid_rows` on become zero.
+// Copies tiles of kRows rows from global memory with cp.async, all threads together; missing rows become zero.
 template <int kHeadDim, int kRows, int kThreads, class Rows, class T>
-__device__ __forceinline__ void load_rows(ptx::SmemAddr tile, const T* from, int64_t stride, int64_t valid_rows) {
-  constexpr int kChunks = kHeadDim / kChunk, kRowsPerPass = kThreads / kChunks;
+class RowLoader {
+  static constexpr int kChunks = kHeadDim / kChunk, kRowsPerPass = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kRowsPerPass == 0, "each pass copies whole rows");
-  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-#pragma unroll
-  for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
-    const int row = pass * kRowsPerPass + first;
-    const bool valid = row < valid_rows;
-    const T* source = from + (valid ? row : 0) * stride + chunk * kChunk;
-    ptx::cp_async_16({tile.bits + chunk_offset<kHeadDim, Rows>(row, chunk)}, source, valid);
+
+ public:
+  __device__ RowLoader(const T* first, int64_t stride, int64_t rows) : pass_bytes_(stride * kRowsPerPass * 2) {
+    restart(first, rows);
   }
-}
+
+  // From `first` on; `rows` of them exist.
+  __device__ void restart(const T* first, int64_t rows) {
+    source_ = reinterpret_cast<const char*>(first + row() * (pass_bytes_ / (kRowsPerPass * 2)) + chunk() * kChunk);
+    constexpr int64_t kFar = int64_t{1} << 31;
+    rows_ = static_cast<int>(min(rows, kFar - kRows));
+  }
+
+  // Starts the copy of the next kRows rows.
+  __device__ void load(ptx::SmemAddr tile) {
+#pragma unroll
+    for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
+      const int r = pass * kRowsPerPass + row();
+      ptx::cp_async_16({tile.bits + chunk_offset<kHeadDim, Rows>(r, chunk())}, source_, r < rows_);
+      source_ += pass_bytes_;
+    }
+    rows_ -= kRows;
+  }
+
+ private:
+  __device__ static int chunk() { return threadIdx.x % kChunks; }
+  __device__ static int row() { return threadIdx.x / kChunks; }
+
+  const char* source_;   // this thread's chunk of its next row
+  int64_t pass_bytes_;
+  int rows_;             // that exist from the next tile on
+};
 
 // Addresses that one lane gives to ldmatrix, for every 16 columns of a tile: the swizzle takes one of four values, the
 // rest are constants that fold into the instruction. `shift` moves them to another tile.

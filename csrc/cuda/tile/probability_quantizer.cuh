@@ -1,13 +1,15 @@
 // The quantiser of P in registers: format/nvfp4.h in a form that costs few instructions.
 //
-// Blocks of P hold values >= 0 whose scale is known before them. y = p * RN(1 / s) may be one last place off the exact quotient, less than ex2.approx is off in p; forward and
-// backward take the same y and so the same code. Tensors, where bits count, go through tile/quantize.cuh.
+// Blocks of P hold values >= 0 whose scale is known before them. y = p * (1 / s) may be two last places off the exact
+// quotient, no more than ex2.approx is off in p; forward and backward take the same y and so the same code. Tensors,
+// where bits count, go through tile/quantize.cuh.
 #pragma once
+#include "cuda/ptx/math.cuh"
 #include "cuda/tile/quantize.cuh"
 
 namespace attn_qat::tile {
 
-// A block's scale s (times any power of two) and RN(1 / s).
+// A block's scale s (times any power of two) and 1 / s within one last place.
 struct BlockScale {
   float scale, reciprocal;
 };
@@ -17,7 +19,7 @@ struct BlockScale {
 __device__ __forceinline__ BlockScale block_scale(float largest, float gain) {
   BlockScale s;
   s.scale = block_scale_of_magnitude(largest * gain) * (1.0f / gain);
-  s.reciprocal = __frcp_rn(s.scale);
+  s.reciprocal = ptx::rcp_approx_ftz(s.scale);
   return s;
 }
 
