@@ -211,7 +211,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attn_qat, m) {
       "-> (Tensor dq, Tensor dk, Tensor dv)");
   m.def(
       "backward.out(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor high_precision_out, Tensor lse, "
-      "float softmax_scale, bool is_causal, str recipe, Tensor? row_exponent, Tensor workspace, *, "
+      "float softmax_scale, bool is_causal, str recipe, Tensor? row_exponent, Tensor(d!) workspace, *, "
       "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
   m.def("backward_workspace_bytes(Tensor q, Tensor k) -> int");
 }
