@@ -3,11 +3,8 @@
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ import attn_qat
 
 LIBRARY = Path(attn_qat.__file__).with_name("libattn_qat.so")
 INFO = attn_qat.build_info()
-needs_cuda_build = pytest.mark.skipif(not INFO["cuda"], reason="the library was built without CUDA")
 
 
 def output(*command):
@@ -118,69 +114,3 @@ def test_needs_no_newer_c_library_than_this_one(record_property):
         record_property(kind, ".".join(map(str, version)))
     here = tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split(".")))
     assert newest["GLIBC"] <= here
-
-
-# ---- the machine code ----
-
-
-@cache
-def cuda_tool(name):
-    """cuobjdump, or a reason to fail: a CUDA build without it is not checked."""
-    wheels = Path(sysconfig.get_paths()["platlib"], "nvidia", "cu13", "bin")
-    path = shutil.which(name, path=os.pathsep.join([str(wheels), os.environ["PATH"]]))
-    assert path, f"no {name}: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    return path
-
-
-@cache
-def machine_code(target):
-    """Kernel (mangled name) -> its instructions."""
-    cuobjdump = cuda_tool("cuobjdump")
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(cuobjdump).parent), os.environ["PATH"]])}
-    done = subprocess.run([cuobjdump, "-sass", "-arch", target, str(LIBRARY)], capture_output=True, text=True,
-                          env=environment, check=True)
-    functions = re.split(r"^\s*Function : ", done.stdout, flags=re.M)[1:]
-    return {name: body for name, _, body in (function.partition("\n") for function in functions)}
-
-
-@needs_cuda_build
-def test_holds_machine_code_for_the_named_targets_and_no_ptx():
-    found = re.findall(r"\.(sm_\w+)\.cubin", output(cuda_tool("cuobjdump"), "-lelf", str(LIBRARY)))
-    assert set(found) == set(INFO["targets"])
-    assert ".ptx" not in output(cuda_tool("cuobjdump"), "-lptx", str(LIBRARY))
-
-
-def kernels_of(source, target):
-    """Kernels of csrc/cuda/<source>.cu: in namespace <folder> and an anonymous one, named after the file."""
-    folder, stem = source.split("/")
-    return [name for name in machine_code(target) if re.search(rf"\d{folder}\d+_GLOBAL__.*_{stem}_cu_", name)]
-
-
-@needs_cuda_build
-@pytest.mark.parametrize("source", INFO["kernels"])
-def test_the_kernels_of_a_file_are_there_for_each_of_its_targets(source):
-    counts = {target: len(kernels_of(source, target)) for target in INFO["targets"]}
-    assert counts == {target: max(counts.values()) * (target in INFO["kernels"][source]) for target in counts}
-
-
-@needs_cuda_build
-@pytest.mark.parametrize("folder", sorted({source.split("/")[0] for source in INFO["kernels"]}))
-def test_each_kernel_family_has_kernels(folder):  # a file of it may hold launch code only
-    sources = [source for source in INFO["kernels"] if source.startswith(folder)]
-    assert any(kernels_of(source, INFO["kernels"][source][0]) for source in sources)
-
-
-@needs_cuda_build
-@pytest.mark.parametrize("target", INFO["targets"])
-def test_fake_quantize_has_a_wide_and_a_scalar_kernel_for_each_dtype_and_axis(target):
-    names = " ".join(kernels_of("common/quantize", target))
-    assert sorted(re.findall(r"fake_quantize_along_(rows|cols)I(?:\d+__)?(\w+?)Li", names)) == sorted(
-        2 * [(axis, dtype) for axis in ("rows", "cols") for dtype in ("f", "half", "nv_bfloat16")])
-
-
-@needs_cuda_build
-@pytest.mark.parametrize("target", INFO["targets"])
-def test_quantises_by_hardware_where_there_is_one(target):
-    wanted = target != "sm_90a"
-    for name in kernels_of("common/quantize", target):
-        assert bool(re.search(r"\bF2FP\S*\.E2M1\.", machine_code(target)[name])) == wanted, name

@@ -3,6 +3,7 @@
 `attention` is the differentiable function, `Attention` its module; the operators are `torch.ops.attn_qat.*`.
 """
 
+from . import reference
 from ._library import build_info
 from .autograd import attention
 from .module import Attention
@@ -37,4 +38,5 @@ __all__ = [
     "forward",
     "preprocess",
     "quantize",
+    "reference",
 ]

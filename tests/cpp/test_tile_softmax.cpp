@@ -109,6 +109,12 @@ std::vector<float> row_of(const std::vector<float>& tile, int64_t row) {
   return {tile.begin() + row * kLd, tile.begin() + row * kLd + kCols};
 }
 
+// The tests here and in test_cpu_kernels take the gain from params.h; these are its values (contract section 3).
+TEST(ProbabilityGain, FillsTheRangeOfTheFormatInRecipeFp4) {
+  EXPECT_EQ(probability_gain(Recipe::kFp4), 11);
+  EXPECT_EQ(probability_gain(Recipe::kCudnn), 0);
+}
+
 TEST_P(TileSoftmax, ForwardProbabilities) {
   for (Recipe recipe : kRecipes) {
     const int gain = probability_gain(recipe);
