@@ -144,56 +144,74 @@ struct BackwardDkDvWarp {
   }
 };
 
+// Which keys of which kv head a thread block owns.
+template <class C>
+struct Place {
+  int64_t b, h_kv, first_key;
+  __device__ Place(const BackwardDkDvArgs& args, uint32_t block) {
+    const int64_t head_kv = block / args.tiles_k;
+    b = head_kv / args.p.shape.heads_kv, h_kv = head_kv % args.p.shape.heads_kv;
+    first_key = int64_t{block % args.tiles_k} * C::kTileK;
+  }
+};
+
+// blockIdx.x, read anew: what is computed from it after the main loop then holds no register in it.
+__device__ __forceinline__ uint32_t block_index_again() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 template <class C, class T, Recipe kRecipe>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dkdv_kernel(const __grid_constant__ BackwardDkDvArgs args) {
   extern __shared__ __align__(128) unsigned char raw[];
   auto& smem = *reinterpret_cast<BackwardDkDvSmem<C, T>*>(raw);
   const BackwardParams& p = args.p;
   const AttentionShape& shape = p.shape;
-  const int64_t head_kv = blockIdx.x / args.tiles_k, b = head_kv / shape.heads_kv, h_kv = head_kv % shape.heads_kv;
-  const int64_t first_key = int64_t{blockIdx.x % args.tiles_k} * C::kTileK, offset = shape.seq_k - shape.seq_q;
+  const Place<C> here(args, blockIdx.x);
+  const int64_t b = here.b, h_kv = here.h_kv, first_key = here.first_key;
+  const int64_t offset = shape.seq_k - shape.seq_q;
   const int64_t keys_left = shape.seq_k - first_key;
   const int group = static_cast<int>(shape.heads_q / shape.heads_kv);
   const int first_tile = p.causal ? static_cast<int>(max(first_key - offset, int64_t{0}) / C::kTileQ) : 0;
-  const int tiles_q = max(static_cast<int>((shape.seq_q + C::kTileQ - 1) / C::kTileQ) - first_tile, 0);
 
   // Tiles come in the order of query heads, then rows; `next` runs one tile ahead of the products.
-  struct { int64_t head, row; } next{h_kv * group, int64_t{first_tile} * C::kTileQ}, now = next;
-  const auto q_at = [&](auto& at) { return head_pointer<Quantized>(p.q, b, at.head) + at.row * p.q.stride_s; };
-  const auto grad_at = [&](auto& at) { return head_pointer<T>(p.grad_out, b, at.head) + at.row * p.grad_out.stride_s; };
+  const int first_row = first_tile * C::kTileQ, seq_q = static_cast<int>(shape.seq_q);
+  struct { int head, row; } next{static_cast<int>(h_kv) * group, first_row}, now = next;
+  const auto q_of = [&](int h) { return head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s; };
+  const auto grad_of = [&](int h) { return head_pointer<T>(p.grad_out, b, h) + first_row * p.grad_out.stride_s; };
   using QueryRows = tile::NaturalRows;
-  const int64_t rows = shape.seq_q - next.row;
-  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, Quantized> q_loader(q_at(next), p.q.stride_s, rows);
-  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, T> grad_loader(grad_at(next), p.grad_out.stride_s,
-                                                                                  rows);
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, Quantized> q_loader(q_of(next.head), p.q.stride_s);
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, T> grad_loader(
+      grad_of(next.head), p.grad_out.stride_s);
   // True when `at` moved on to the next head.
   const auto advance = [&](auto& at) {
     at.row += C::kTileQ;
-    if (at.row < shape.seq_q) return false;
-    at.row = int64_t{first_tile} * C::kTileQ;
+    if (at.row < seq_q) return false;
+    at.row = first_row;
     ++at.head;
     return true;
   };
   const auto load_queries = [&](int stage) {
-    q_loader.load(ptx::smem_addr(smem.q[stage]));
-    grad_loader.load(ptx::smem_addr(smem.grad_out[stage]));
+    q_loader.load(ptx::smem_addr(smem.q[stage]), seq_q - next.row);
+    grad_loader.load(ptx::smem_addr(smem.grad_out[stage]), seq_q - next.row);
     if (threadIdx.x < C::kTileQ) {
-      const int64_t row = next.row + threadIdx.x;
+      const int row = next.row + static_cast<int>(threadIdx.x);
       const auto* from = args.statistics + (b * shape.heads_q + next.head) * shape.seq_q + row;
-      ptx::cp_async_16(ptx::smem_addr(&smem.statistics[stage][threadIdx.x]), from, row < shape.seq_q);
+      ptx::cp_async_16(ptx::smem_addr(&smem.statistics[stage][threadIdx.x]), from, row < seq_q);
     }
-    if (advance(next)) q_loader.restart(q_at(next), rows), grad_loader.restart(grad_at(next), rows);
+    if (advance(next)) q_loader.restart(q_of(next.head)), grad_loader.restart(grad_of(next.head));
   };
 
   // K passes through the stages' memory on its way to registers.
   static_assert(sizeof(smem.q) + sizeof(smem.grad_out) >= sizeof(Quantized) * C::kTileK * C::kHeadDim);
   const ptx::SmemAddr k_tile = ptx::smem_addr(smem.q[0]);
   tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, tile::NaturalRows, Quantized>(
-      head_pointer<Quantized>(p.k, b, h_kv) + first_key * p.k.stride_s, p.k.stride_s, keys_left)
-      .load(k_tile);
+      head_pointer<Quantized>(p.k, b, h_kv) + first_key * p.k.stride_s, p.k.stride_s)
+      .load(k_tile, tile_limit(keys_left));
   tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, tile::NaturalRows, T>(
-      head_pointer<T>(p.v, b, h_kv) + first_key * p.v.stride_s, p.v.stride_s, keys_left)
-      .load(ptx::smem_addr(smem.v));
+      head_pointer<T>(p.v, b, h_kv) + first_key * p.v.stride_s, p.v.stride_s)
+      .load(ptx::smem_addr(smem.v), tile_limit(keys_left));
   ptx::cp_async_commit_group();
   ptx::cp_async_wait_group<0>();
   __syncthreads();  // K and V have landed
@@ -201,36 +219,35 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dkdv_ke
   warp.load(k_tile);
   __syncthreads();  // every warp has its K: the stages may be overwritten
 
-  const int count = group * tiles_q;
-  if (count > 0) load_queries(0);
+  const int head_end = first_row < seq_q ? (static_cast<int>(h_kv) + 1) * group : 0;  // 0: no query sees these keys
+  if (now.head < head_end) load_queries(0);
   ptx::cp_async_commit_group();
   using Smem = BackwardDkDvSmem<C, T>;
   constexpr int kStageBytes = sizeof(smem.q[0]), kGradOffset = offsetof(Smem, grad_out) - offsetof(Smem, q);
   static_assert(sizeof(smem.grad_out[0]) == kStageBytes);
-  const auto v = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.v)).shift(warp.key * C::kHeadDim * 2);
-  const auto q_rows = columns_then_rows<C::kHeadDim>(ptx::smem_addr(smem.q));
-  const auto q_columns = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.q));
-  const int64_t key = first_key + warp.key + warp.lane / 4;
-  for (int i = 0; i < count; ++i) {
+  const int keys_here = tile_limit(keys_left);               // that exist from the tile's first one on
+  const int64_t diagonal = p.causal ? first_key - offset : -C::kTileK;  // the query row from which the first key is seen
+  const int first_seen = static_cast<int>(min(max(diagonal, int64_t{-C::kTileK}), int64_t{INT32_MAX} - C::kTileK));
+  for (int stage = 0; now.head < head_end; stage = (stage + 1) % C::kStages) {
     ptx::cp_async_wait_group<0>();
-    __syncthreads();  // tile i has landed for everyone, and nobody reads the other stage any more
-    const int stage = i % C::kStages;
-    if (i + 1 < count) load_queries((i + 1) % C::kStages);
+    __syncthreads();  // this tile has landed for everyone, and nobody reads the other stage any more
+    if (next.head < head_end) load_queries((stage + 1) % C::kStages);
     ptx::cp_async_commit_group();
-    const auto rows = q_rows.shift(stage * kStageBytes), columns = q_columns.shift(stage * kStageBytes);
     float s[C::kTileQ / 8][4], dp[C::kTileQ / 8][4];
+    // Addresses are made anew where they are used: kept, they would cost the registers that are short here.
+    const auto v = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.v + warp.key * C::kHeadDim), ptx::laneid());
+    const auto rows = columns_then_rows<C::kHeadDim>(ptx::smem_addr(smem.q[stage]), ptx::laneid());
     warp.products(v, rows, rows.shift(kGradOffset), s, dp);
-    const int64_t from = now.row;
-    if (keys_left < C::kTileK || (p.causal && from + offset < first_key + C::kTileK - 1)) {
+    if (keys_here < C::kTileK || now.row < first_seen + C::kTileK - 1) {
+      const int key = warp.key + warp.lane / 4;  // in the tile, of row half 0
       int first_query[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        first_query[r] = p.causal ? tile_limit(key + 8 * r - offset - from) : 0;
-        if (key + 8 * r >= shape.seq_k) first_query[r] = C::kTileQ;
-      }
+      for (int r = 0; r < 2; ++r)
+        first_query[r] = key + 8 * r >= keys_here ? C::kTileQ : first_seen + key + 8 * r - now.row;
       warp.mask(s, first_query);
     }
     warp.probabilities(smem.statistics[stage], args.scale_log2, s, dp);
+    const auto columns = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.q[stage]), ptx::laneid());
     uint32_t a[C::kTileQ / 16][4];
     pack_a<C::kTileQ / 16, Quantized>(dp, a);
     multiply_rows<C::kHeadDim, C::kTileQ / 16, Quantized>(warp.dk, a, columns, 0);
@@ -246,8 +263,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dkdv_ke
     multiply_rows<C::kHeadDim, C::kTileQ / 16, T>(warp.dv, a, columns.shift(kGradOffset), 0);
     advance(now);
   }
-  store_rows<C::kHeadDim, T>(p.dk, b, h_kv, first_key + warp.key, shape.seq_k, warp.dk, p.softmax_scale);
-  store_rows<C::kHeadDim, T>(p.dv, b, h_kv, first_key + warp.key, shape.seq_k, warp.dv, 1.0f / kDvGain<T>);
+  const Place<C> place(args, block_index_again());
+  const int64_t first = place.first_key + warp.key;
+  store_rows<C::kHeadDim, T>(p.dk, place.b, place.h_kv, first, shape.seq_k, warp.dk, p.softmax_scale);
+  store_rows<C::kHeadDim, T>(p.dv, place.b, place.h_kv, first, shape.seq_k, warp.dv, 1.0f / kDvGain<T>);
 }
 
 template <class C, class T, Recipe kRecipe>

@@ -106,13 +106,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dq_kern
 
   BackwardDqWarp<C, T> warp;
   zero(warp.dq);
-  const int64_t rows = shape.seq_q - first_row;
+  const int rows = tile_limit(shape.seq_q - first_row);
   tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows, Quantized>(
-      head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s, p.q.stride_s, rows)
-      .load(ptx::smem_addr(smem.first.q));
+      head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s, p.q.stride_s)
+      .load(ptx::smem_addr(smem.first.q), rows);
   tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows, T>(
-      head_pointer<T>(p.grad_out, b, h) + first_row * p.grad_out.stride_s, p.grad_out.stride_s, rows)
-      .load(ptx::smem_addr(smem.first.grad_out));
+      head_pointer<T>(p.grad_out, b, h) + first_row * p.grad_out.stride_s, p.grad_out.stride_s)
+      .load(ptx::smem_addr(smem.first.grad_out), rows);
   ptx::cp_async_commit_group();
   const int64_t row = first_row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
 #pragma unroll
@@ -129,12 +129,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dq_kern
 
   using KeyRows = tile::NaturalRows;
   tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, Quantized> k_loader(
-      head_pointer<Quantized>(p.k, b, h_kv), p.k.stride_s, shape.seq_k);
-  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, T> v_loader(head_pointer<T>(p.v, b, h_kv), p.v.stride_s,
-                                                                             shape.seq_k);
+      head_pointer<Quantized>(p.k, b, h_kv), p.k.stride_s);
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, T> v_loader(head_pointer<T>(p.v, b, h_kv),
+                                                                             p.v.stride_s);
+  const int seq_k = static_cast<int>(shape.seq_k);
   const auto load_keys = [&](int j) {
-    k_loader.load(ptx::smem_addr(smem.loop.k[j % C::kStages]));
-    v_loader.load(ptx::smem_addr(smem.loop.v[j % C::kStages]));
+    k_loader.load(ptx::smem_addr(smem.loop.k[j % C::kStages]), seq_k - j * C::kTileK);
+    v_loader.load(ptx::smem_addr(smem.loop.v[j % C::kStages]), seq_k - j * C::kTileK);
   };
   using Smem = BackwardDqSmem<C, T>;
   constexpr int kStageBytes = sizeof(smem.loop.k[0]), kVOffset = offsetof(Smem, loop.v) - offsetof(Smem, loop.k);

@@ -5,7 +5,7 @@
 //   for each tile of 64 keys:   S = Q^ K^T          16 x 64 in registers, exact products of FP4 values
 //                               E = ceil(row max)   when it grows, O, O_hp and the row sum shrink by an exact 2^n
 //                               p = exp2(t - E),  P^ = fp4(p)
-//                               O_hp += p V^,  O += P^ V^
+//                               O_hp += p V^,  O += P^ V^,  l += rowsum(p)
 //
 // Keys are permuted inside a tile so that quantising needs no shuffle: column 8 j + 2 t + e of S (t the lane within its
 // row, e < 2) is key 16 t + 2 j + e. Lane t then owns the whole block 16 t .. 16 t + 15. The permutation is only in the
@@ -57,6 +57,9 @@ struct ForwardWarp {
   static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
   float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kDTiles][4];
   float row_max[2], exponent[2], row_sum[2];
+  // Row sums of p as the products see it, rounded: what O_hp is divided by, so that a row of one key gives V itself and
+  // delta carries no bias. lse and O take row_sum, of p before rounding.
+  float rounded_sum[4];
   int lane;
 
   __device__ ForwardWarp() : lane(threadIdx.x % 32) {
@@ -67,6 +70,7 @@ struct ForwardWarp {
         high_precision_out[i][j] = 0.0f;
         if constexpr (kQuantizes) out[i][j] = 0.0f;
       }
+    rounded_sum[0] = rounded_sum[1] = rounded_sum[2] = rounded_sum[3] = 0.0f;
     row_max[0] = row_max[1] = kNegativeInfinity;
     exponent[0] = exponent[1] = row_sum[0] = row_sum[1] = 0.0f;
   }
@@ -97,17 +101,24 @@ struct ForwardWarp {
         if (lane % 4 * 16 + 2 * j + e % 2 >= limit[e / 2]) s[j][e] = kNegativeInfinity;
   }
 
-  // Row maxima of t = scale s, and the factor 2^n that brings what was summed so far to the new exponent.
-  __device__ void update_exponent(const float (&s)[kNTiles][4], float scale_log2, float (&block_max)[2]) {
-    bool grew = false;
-    float factor[2];
+  // Largest t = scale s of this lane's block in each row.
+  __device__ void block_maxima(const float (&s)[kNTiles][4], float scale_log2, float (&block_max)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = s[0][2 * r];
 #pragma unroll
       for (int j = 0; j < kNTiles; ++j) top = fmaxf(top, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
-      block_max[r] = top = __fmul_rn(top, scale_log2);
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      block_max[r] = __fmul_rn(top, scale_log2);
+    }
+  }
+
+  // Takes a tile into the row maxima and the exponents; what was summed so far follows by an exact 2^n.
+  __device__ void raise_exponents(const float (&block_max)[2]) {
+    bool grew = false;
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = fmaxf(block_max[r], __shfl_xor_sync(0xffffffffu, block_max[r], 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const bool first = row_max[r] == kNegativeInfinity;
       row_max[r] = fmaxf(row_max[r], top);
@@ -116,21 +127,7 @@ struct ForwardWarp {
       grew |= next != exponent[r] && !first;
       exponent[r] = next;
     }
-    if (__any_sync(0xffffffffu, grew)) rescale(factor);
-  }
-
-  // Only the exponent, before anything is summed.
-  __device__ void raise_row_max(const float (&s)[kNTiles][4], float scale_log2) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float top = s[0][2 * r];
-#pragma unroll
-      for (int j = 0; j < kNTiles; ++j) top = fmaxf(top, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      row_max[r] = fmaxf(row_max[r], __fmul_rn(top, scale_log2));
-      exponent[r] = row_max[r] == kNegativeInfinity ? 0.0f : ceilf(row_max[r]);
-    }
+    if (kRecipe != Recipe::kCudnn && __any_sync(0xffffffffu, grew)) rescale(factor);  // cudnn: nothing is summed yet
   }
 
   __device__ void rescale(const float (&factor)[2]) {
@@ -142,6 +139,7 @@ struct ForwardWarp {
         if constexpr (kQuantizes) out[i][e] *= factor[e / 2];
       }
     row_sum[0] *= factor[0], row_sum[1] *= factor[1];
+    rounded_sum[0] *= factor[0], rounded_sum[2] *= factor[1];
   }
 
   // s becomes p, packed as the A fragments of p V^ and, quantised with a gain of 2^k left in, of P^ V^.
@@ -172,7 +170,8 @@ struct ForwardWarp {
                              const uint32_t (&quantized)[kQuantizes ? kNTiles : 1][2]) {
 #pragma unroll
     for (int j = 0; j < kNTiles; j += 2) {
-      const uint32_t a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
+      const uint32_t a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]}, ones = tile::pack(1.0f, 1.0f, T{});
+      ptx::mma_m16n8k16(rounded_sum, a, ones, ones, T{});
 #pragma unroll
       for (int d = 0; d < kDTiles / 2; ++d) {
         uint32_t b[4];
@@ -203,11 +202,12 @@ struct ForwardWarp {
         p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
         p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
       }
-      store_row<kDTiles>(p.high_precision_out, b, h, row, r, high_precision_out, inverse);
+      const float inverse_rounded = empty ? 0.0f : 1.0f / rounded_sum[2 * r];
+      store_row<kDTiles>(p.high_precision_out, b, h, row, r, high_precision_out, inverse_rounded);
       if constexpr (kQuantizes)
         store_row<kDTiles>(p.out, b, h, row, r, out, inverse * kInverseGain);
       else
-        store_row<kDTiles>(p.out, b, h, row, r, high_precision_out, inverse);
+        store_row<kDTiles>(p.out, b, h, row, r, high_precision_out, inverse_rounded);
     }
   }
 
@@ -221,8 +221,12 @@ struct ForwardWarp {
   }
 };
 
+// The second pass of recipe cudnn needs a few registers more than three blocks leave it.
+template <class C, Recipe kRecipe>
+constexpr int kBlocksPerSm = kRecipe == Recipe::kCudnn && C::kBlocksPerSm > 2 ? 2 : C::kBlocksPerSm;
+
 template <class C, class T, Recipe kRecipe>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) forward_kernel(const __grid_constant__ ForwardArgs args) {
+__global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>) forward_kernel(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char raw[];
   auto& smem = *reinterpret_cast<ForwardSmem<C, T>*>(raw);
   const ForwardParams& p = args.p;
@@ -238,20 +242,26 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) forward_kernel(c
   const auto* v = head_pointer<T>(p.v, b, h_kv);
 
   using KeyRows = tile::PermutedRows;
-  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, Quantized> k_loader(k, p.k.stride_s, shape.seq_k);
-  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, T> v_loader(v, p.v.stride_s, shape.seq_k);
-  const auto load_k = [&](int j) { k_loader.load(ptx::smem_addr(smem.k[j % C::kStages])); };
-  const auto load_kv = [&](int j) { load_k(j), v_loader.load(ptx::smem_addr(smem.v[j % C::kStages])); };
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, Quantized> k_loader(k, p.k.stride_s);
+  tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, T> v_loader(v, p.v.stride_s);
+  const int seq_k = static_cast<int>(shape.seq_k);
+  const auto load_k = [&](int j) { k_loader.load(ptx::smem_addr(smem.k[j % C::kStages]), seq_k - j * C::kTileK); };
+  const auto load_kv = [&](int j) {
+    load_k(j);
+    v_loader.load(ptx::smem_addr(smem.v[j % C::kStages]), seq_k - j * C::kTileK);
+  };
 
   ForwardWarp<C, T, kRecipe> warp;
   constexpr int kStageBytes = sizeof(smem.k[0]);
   const auto q = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.q)).shift(threadIdx.x / 32 * kWarpRows *
                                                                              C::kHeadDim * 2);
-  const auto k_lane = keys_as_columns<C::kHeadDim>(ptx::smem_addr(smem.k));
-  const auto v_lane = keys_summed_over<C::kHeadDim>(ptx::smem_addr(smem.v));
+  // These follow the stage in use: kept once, not once for each stage.
+  static_assert(C::kStages == 2);
+  auto k_lane = keys_as_columns<C::kHeadDim>(ptx::smem_addr(smem.k));
+  auto v_lane = keys_summed_over<C::kHeadDim>(ptx::smem_addr(smem.v));
   const int64_t row = first_row + threadIdx.x / 32 * kWarpRows + warp.lane / 4;
   const auto masked_scores = [&](int j, float(&s)[C::kTileK / 8][4]) {
-    warp.scores(q, k_lane.shift(j % C::kStages * kStageBytes), s);
+    warp.scores(q, k_lane, s);
     const int64_t from = int64_t{j} * C::kTileK;
     if (from + C::kTileK > (p.causal ? min(first_row + 1 + offset, shape.seq_k) : shape.seq_k)) {
       const int64_t end = shape.seq_k - from, diagonal = row + 1 + offset - from;
@@ -270,28 +280,34 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) forward_kernel(c
       if (j + 1 < tiles_k) load(j + 1);
       ptx::cp_async_commit_group();
       body(j);
+      const int other_stage = j % 2 ? -kStageBytes : kStageBytes;
+      k_lane.move(other_stage), v_lane.move(other_stage);
     }
   };
 
   tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, tile::NaturalRows, Quantized>(
-      head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s, p.q.stride_s, shape.seq_q - first_row)
-      .load(ptx::smem_addr(smem.q));
+      head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s, p.q.stride_s)
+      .load(ptx::smem_addr(smem.q), tile_limit(shape.seq_q - first_row));
   if constexpr (kRecipe == Recipe::kCudnn) {
     for_each_tile(load_k, [&](int j) {
-      float s[C::kTileK / 8][4];
+      float s[C::kTileK / 8][4], block_max[2];
       masked_scores(j, s);
-      warp.raise_row_max(s, args.scale_log2);
+      warp.block_maxima(s, args.scale_log2, block_max);
+      warp.raise_exponents(block_max);
     });
-    k_loader.restart(k, shape.seq_k);
+    k_loader.restart(k);
+    k_lane = keys_as_columns<C::kHeadDim>(ptx::smem_addr(smem.k));
+    v_lane = keys_summed_over<C::kHeadDim>(ptx::smem_addr(smem.v));
   }
   for_each_tile(load_kv, [&](int j) {
     float s[C::kTileK / 8][4], block_max[2];
     masked_scores(j, s);
-    warp.update_exponent(s, args.scale_log2, block_max);
+    warp.block_maxima(s, args.scale_log2, block_max);
+    if constexpr (kRecipe != Recipe::kCudnn) warp.raise_exponents(block_max);
     uint32_t packed[C::kTileK / 8][2];
     uint32_t quantized[kRecipe != Recipe::kFp4Qk ? C::kTileK / 8 : 1][2];
     warp.probabilities(s, args.scale_log2, block_max, packed, quantized);
-    warp.accumulate(v_lane.shift(j % C::kStages * kStageBytes), packed, quantized);
+    warp.accumulate(v_lane, packed, quantized);
   });
   warp.store_rows(p, b, h, first_row);
 }

@@ -24,13 +24,13 @@ __device__ __forceinline__ const T* head_pointer(const View& view, int64_t b, in
 //   A fragments: 16 rows, 16 columns; and B fragments of X in Y X: 16 rows summed over, 16 columns (transposed load),
 //   B fragments of X in Y X^T: 16 rows as columns, summed over 16 columns.
 template <int kHeadDim>
-__device__ __forceinline__ tile::LaneAddresses<kHeadDim> rows_then_columns(ptx::SmemAddr t) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ tile::LaneAddresses<kHeadDim> rows_then_columns(ptx::SmemAddr t,
+                                                                           int lane = threadIdx.x % 32) {
   return {t, lane % 16, lane % 8, lane / 16};
 }
 template <int kHeadDim>
-__device__ __forceinline__ tile::LaneAddresses<kHeadDim> columns_then_rows(ptx::SmemAddr t) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ tile::LaneAddresses<kHeadDim> columns_then_rows(ptx::SmemAddr t,
+                                                                           int lane = threadIdx.x % 32) {
   return {t, lane / 16 * 8 + lane % 8, lane % 8, lane / 8 % 2};
 }
 

@@ -12,6 +12,13 @@ __device__ __forceinline__ SmemAddr smem_addr(const void* p) {
   return {static_cast<uint32_t>(__cvta_generic_to_shared(p))};
 }
 
+// PTX ISA: %laneid, read anew: what is computed from it is not kept in registers from an earlier use.
+__device__ __forceinline__ int laneid() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // PTX ISA: ldmatrix. Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SmemAddr row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -33,26 +33,20 @@ class RowLoader {
   static_assert(kThreads % kChunks == 0 && kRows % kRowsPerPass == 0, "each pass copies whole rows");
 
  public:
-  __device__ RowLoader(const T* first, int64_t stride, int64_t rows) : pass_bytes_(stride * kRowsPerPass * 2) {
-    restart(first, rows);
-  }
+  __device__ RowLoader(const T* first, int64_t stride) : pass_bytes_(stride * kRowsPerPass * 2) { restart(first); }
 
-  // From `first` on; `rows` of them exist.
-  __device__ void restart(const T* first, int64_t rows) {
+  __device__ void restart(const T* first) {
     source_ = reinterpret_cast<const char*>(first + row() * (pass_bytes_ / (kRowsPerPass * 2)) + chunk() * kChunk);
-    constexpr int64_t kFar = int64_t{1} << 31;
-    rows_ = static_cast<int>(min(rows, kFar - kRows));
   }
 
-  // Starts the copy of the next kRows rows.
-  __device__ void load(ptx::SmemAddr tile) {
+  // Starts the copy of the next kRows rows, of which `rows` exist.
+  __device__ void load(ptx::SmemAddr tile, int rows) {
 #pragma unroll
     for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
       const int r = pass * kRowsPerPass + row();
-      ptx::cp_async_16({tile.bits + chunk_offset<kHeadDim, Rows>(r, chunk())}, source_, r < rows_);
+      ptx::cp_async_16({tile.bits + chunk_offset<kHeadDim, Rows>(r, chunk())}, source_, r < rows);
       source_ += pass_bytes_;
     }
-    rows_ -= kRows;
   }
 
  private:
@@ -61,7 +55,6 @@ class RowLoader {
 
   const char* source_;   // this thread's chunk of its next row
   int64_t pass_bytes_;
-  int rows_;             // that exist from the next tile on
 };
 
 // Addresses that one lane gives to ldmatrix, for every 16 columns of a tile: the swizzle takes one of four values, the
@@ -84,9 +77,13 @@ struct LaneAddresses {
 
   __device__ LaneAddresses shift(int bytes) const {
     LaneAddresses other = *this;
-#pragma unroll
-    for (uint32_t& c : other.column) c += static_cast<uint32_t>(bytes);
+    other.move(bytes);
     return other;
+  }
+
+  __device__ void move(int bytes) {
+#pragma unroll
+    for (uint32_t& c : column) c += static_cast<uint32_t>(bytes);
   }
 };
 
