@@ -24,13 +24,13 @@ struct View {
 
 // fake_quantize, quantize and dequantize see their tensor as (outer0, outer1, rows, cols), cols contiguous.
 struct QuantizeParams {
-  View x;                      // values: read by fake_quantize and quantize, written by dequantize
-  void* out;                   // fake_quantize: contiguous values
-  uint8_t* data;               // packed codes, two a byte, even index low: (outer0, outer1, other, axis / 2)
-  uint8_t* scales;             // E4M3 bytes: (outer0, outer1, other, ceil(axis / 16)), or 128x4 tiles
-  const float* global_scale;   // one value, or nullptr; multiplies when decoding
+  View x;                     // values: read by fake_quantize and quantize, written by dequantize
+  void* out;                  // fake_quantize: contiguous values
+  uint8_t* data;              // packed codes, two a byte, even index low: (outer0, outer1, other, axis / 2)
+  uint8_t* scales;            // E4M3 bytes: (outer0, outer1, other, ceil(axis / 16)), or 128x4 tiles
+  const float* global_scale;  // one value, or nullptr; multiplies when decoding
   int64_t outer0, outer1, rows, cols;
-  bool along_rows;             // blocks run along rows (axis -2) instead of cols (axis -1)
+  bool along_rows;  // blocks run along rows (axis -2) instead of cols (axis -1)
   bool tiled_scales;
   DType dtype;
 };
@@ -61,7 +61,7 @@ struct PreprocessParams {
 // dQ, dK/dV or all three: an output whose data is nullptr is not computed (dk and dv go together).
 struct BackwardParams {
   View grad_out, q, k, v;
-  View high_precision_out;      // read when delta is nullptr
+  View high_precision_out;  // read when delta is nullptr
   View dq, dk, dv;
   const float* lse;             // [B, Hq, Sq]  natural log
   const float* delta;           // [B, Hq, Sq], or nullptr

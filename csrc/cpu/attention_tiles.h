@@ -4,8 +4,9 @@
 
 namespace attn_qat::cpu {
 
-constexpr int64_t kTileQ = 64;    // query rows of a tile
-constexpr int64_t kTileK = 128;   // keys of a tile: whole blocks of 16, so a block of P or V never straddles tiles
+constexpr int64_t kTileQ = 64;  // query rows of a tile
+constexpr int64_t kTileK =
+    128;  // keys of a tile: whole blocks of 16, so a block of P or V never straddles tiles
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr double kLn2 = 0.6931471805599453;
 constexpr size_t kCacheLine = 64;
@@ -25,7 +26,9 @@ struct Mask {
   bool causal;
 
   // First key that row i does not see, relative to key `from`; with causal, one more for each further row.
-  int64_t first_limit(int64_t i, int64_t from) const { return (causal ? i + 1 + seq_k - seq_q : seq_k) - from; }
+  int64_t first_limit(int64_t i, int64_t from) const {
+    return (causal ? i + 1 + seq_k - seq_q : seq_k) - from;
+  }
   // Keys that some row below `end` sees.
   int64_t visible_keys(int64_t end) const {
     if (!causal) return seq_k;
@@ -65,7 +68,8 @@ auto carve_at(void* base, size_t bytes, int64_t i, Carve carve, const Sizes& siz
 }
 
 // Fake-quantises a tile of V by recipe: along the head dimension, along the keys, or not at all.
-inline void quantize_v_tile(const TileOps& ops, Recipe recipe, float* v, int64_t ld, int64_t rows, int64_t head_dim) {
+inline void quantize_v_tile(const TileOps& ops, Recipe recipe, float* v, int64_t ld, int64_t rows,
+                            int64_t head_dim) {
   if (recipe == Recipe::kCudnn) ops.fake_quantize_rows(v, ld, rows, head_dim);
   if (recipe == Recipe::kFp4) ops.fake_quantize_columns(v, ld, rows, head_dim);
 }

@@ -3,10 +3,10 @@
 //   p  = exp2(t - E)      P = p * 2^E * exp(-lse)      dP = dO V^T      dS = bf16(P * (dP - delta))
 //   dQ = softmax_scale * dS K^        dK = softmax_scale * dS^T Q^        dV = fp4(P)^T dO
 //
-// Two ways to spread the work, with the same bits: dQ of a row sums over key tiles in ascending order, dK and dV of a
-// key over query heads and query tiles in ascending order, whatever runs where.
+// Two ways to spread the work, with the same bits: dQ of a row sums over key tiles in ascending order, dK and
+// dV of a key over query heads and query tiles in ascending order, whatever runs where.
 //   per head:  a worker does whole kv heads, five matrix products a tile;
-//   per tile:  all workers share one kv head, dQ by query tiles and dK/dV by key tiles, seven products a tile.
+//   per tile:  all workers share one kv head, dQ by query tiles, dK/dV by key tiles, seven products a tile.
 #include <cmath>
 #include <initializer_list>
 
@@ -20,10 +20,10 @@ enum class Split { kPerHead, kPerTile };
 
 // FP32 operands of one kv head and of the query head in work. A stride of 0 keeps a single tile.
 struct Head {
-  float *q, *grad_out, *dq;          // [padded rows][ld]
-  RowStatistics* statistics;         // [padded rows]
+  float *q, *grad_out, *dq;                // [padded rows][ld]
+  RowStatistics* statistics;               // [padded rows]
   float *k, *k_transposed, *v_transposed;  // tiles: [kTileK][ld], [head_dim][padded(kTileK)] twice
-  float *dk, *dv;                    // tiles: [kTileK][ld]
+  float *dk, *dv;                          // tiles: [kTileK][ld]
 };
 
 struct Scratch {
@@ -47,7 +47,8 @@ Head carve_head(Arena& arena, const Sizes& z) {
   for (float** x : {&h.q, &h.grad_out, &h.dq}) *x = arena.floats(z.rows * z.ld);
   h.statistics = reinterpret_cast<RowStatistics*>(arena.floats(z.rows * int64_t{sizeof(RowStatistics) / 4}));
   h.k = arena.floats(z.k_tiles_kept * kTileK * z.ld);
-  for (float** x : {&h.k_transposed, &h.v_transposed}) *x = arena.floats(z.k_tiles_kept * z.transposed_tile());
+  for (float** x : {&h.k_transposed, &h.v_transposed})
+    *x = arena.floats(z.k_tiles_kept * z.transposed_tile());
   for (float** x : {&h.dk, &h.dv}) *x = arena.floats(z.gradient_tiles_kept * kTileK * z.ld);
   return h;
 }
@@ -124,11 +125,12 @@ class Backward {
   // Leaves the left operand of dV in s.s and dS in s.dp.
   void probabilities(const Head& head, int64_t i, int64_t j, Recipe recipe, const Scratch& s) const {
     const int64_t rows = query_rows(i), cols = key_columns(j), ld = padded(kTileK), from = i * kTileQ;
-    ops_.gemm({rows, cols, z_.head_dim, head.q + from * z_.ld, z_.ld, 1, k_transposed(head, j), ld, s.s, ld, false});
-    ops_.gemm({rows, cols, z_.head_dim, head.grad_out + from * z_.ld, z_.ld, 1, v_transposed(head, j), ld, s.dp, ld,
+    ops_.gemm({rows, cols, z_.head_dim, head.q + from * z_.ld, z_.ld, 1, k_transposed(head, j), ld, s.s, ld,
                false});
-    ops_.backward_probabilities(s.s, s.dp, ld, rows, cols, scale_, mask_.first_limit(from, j * kTileK), p_.causal,
-                                head.statistics + from, recipe);
+    ops_.gemm({rows, cols, z_.head_dim, head.grad_out + from * z_.ld, z_.ld, 1, v_transposed(head, j), ld,
+               s.dp, ld, false});
+    ops_.backward_probabilities(s.s, s.dp, ld, rows, cols, scale_, mask_.first_limit(from, j * kTileK),
+                                p_.causal, head.statistics + from, recipe);
   }
 
   void add_dq(const Head& head, int64_t i, int64_t j, const Scratch& s) const {
@@ -139,10 +141,10 @@ class Backward {
 
   void add_dkdv(const Head& head, int64_t i, int64_t j, const Scratch& s) const {
     const int64_t rows = query_rows(i), cols = key_columns(j), from = i * kTileQ * z_.ld;
-    ops_.gemm({cols, z_.head_dim, rows, s.s, 1, padded(kTileK), head.grad_out + from, z_.ld, gradient(head.dv, j),
+    ops_.gemm({cols, z_.head_dim, rows, s.s, 1, padded(kTileK), head.grad_out + from, z_.ld,
+               gradient(head.dv, j), z_.ld, true});
+    ops_.gemm({cols, z_.head_dim, rows, s.dp, 1, padded(kTileK), head.q + from, z_.ld, gradient(head.dk, j),
                z_.ld, true});
-    ops_.gemm({cols, z_.head_dim, rows, s.dp, 1, padded(kTileK), head.q + from, z_.ld, gradient(head.dk, j), z_.ld,
-               true});
   }
 
   void store_dq(const Head& head, int64_t b, int64_t h, int64_t i, const Scratch& s) const {
@@ -159,14 +161,18 @@ class Backward {
   bool wants_dkdv() const { return wants_dkdv_; }
 
  private:
-  static float* tile(float* base, int64_t j, int64_t kept, int64_t size) { return kept == 1 ? base : base + j * size; }
+  static float* tile(float* base, int64_t j, int64_t kept, int64_t size) {
+    return kept == 1 ? base : base + j * size;
+  }
   float* k_transposed(const Head& h, int64_t j) const {
     return tile(h.k_transposed, j, z_.k_tiles_kept, z_.transposed_tile());
   }
   float* v_transposed(const Head& h, int64_t j) const {
     return tile(h.v_transposed, j, z_.k_tiles_kept, z_.transposed_tile());
   }
-  float* gradient(float* base, int64_t j) const { return tile(base, j, z_.gradient_tiles_kept, kTileK * z_.ld); }
+  float* gradient(float* base, int64_t j) const {
+    return tile(base, j, z_.gradient_tiles_kept, kTileK * z_.ld);
+  }
   int64_t query_rows(int64_t i) const { return smaller(kTileQ, p_.shape.seq_q - i * kTileQ); }
   int64_t key_columns(int64_t j) const { return round_up(smaller(kTileK, p_.shape.seq_k - j * kTileK), 16); }
 
@@ -200,7 +206,8 @@ class Backward {
 };
 
 // One worker, one kv head.
-void run_head(const Backward& op, const Head& head, int64_t b, int64_t kv_head, Recipe recipe, const Scratch& s) {
+void run_head(const Backward& op, const Head& head, int64_t b, int64_t kv_head, Recipe recipe,
+              const Scratch& s) {
   const Sizes& z = op.sizes();
   for (int64_t member = 0; member < z.group; ++member) {
     const int64_t h = kv_head * z.group + member;
@@ -278,7 +285,8 @@ void backward(const BackwardParams& p, void* workspace, const Executor& executor
   const size_t scratch_bytes = bytes_of([&](Arena& a) { carve_scratch(a, z); });
   const int64_t heads = split == Split::kPerHead ? head_workers(shape, executor.workers) : 1;
   const auto scratch_at = [&](int worker) {
-    return carve_at(static_cast<char*>(workspace) + head_bytes * heads, scratch_bytes, worker, carve_scratch, z);
+    return carve_at(static_cast<char*>(workspace) + head_bytes * heads, scratch_bytes, worker, carve_scratch,
+                    z);
   };
   if (split == Split::kPerHead) {
     for_each_task(executor, kv_heads, [&](int worker, int64_t i) {

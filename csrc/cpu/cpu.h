@@ -1,4 +1,5 @@
-// Entry points of the CPU kernels. They allocate nothing: scratch comes in as a workspace, threads as an Executor.
+// Entry points of the CPU kernels. They allocate nothing: scratch comes in as a workspace, threads as an
+// Executor.
 #pragma once
 #include <atomic>
 
@@ -31,12 +32,14 @@ void for_each_task(const Executor& executor, int64_t count, Task&& task) {
       workers,
       [](void* context, int worker) {
         auto* s = static_cast<Shared*>(context);
-        for (int64_t i; (i = s->next.fetch_add(1, std::memory_order_relaxed)) < s->count;) (*s->task)(worker, i);
+        for (int64_t i; (i = s->next.fetch_add(1, std::memory_order_relaxed)) < s->count;)
+          (*s->task)(worker, i);
       },
       &shared);
 }
 
-// Bytes of workspace, 64-byte aligned, that a call needs for this many workers. Results do not depend on the workers.
+// Bytes of workspace, 64-byte aligned, that a call needs for this many workers. Results do not depend on the
+// workers.
 size_t forward_workspace_bytes(const AttentionShape&, int workers);
 size_t backward_workspace_bytes(const AttentionShape&, int workers);
 

@@ -5,9 +5,9 @@
 //   p    = exp2(t - E)          l = rowsum(p)           lse = ln 2 * (E + log2 l)
 //   O_hp = p V^ / l             O = fp4(p * 2^k) * 2^-k V^ / l
 //
-// Keys and values are quantised once for a group of kv heads. A task is one tile of query rows: it keeps the scores of
-// its rows against every key (memory grows with S), so E is final before anything is quantised and the result does not
-// depend on the order of the tiles.
+// Keys and values are quantised once for a group of kv heads. A task is one tile of query rows: it keeps the
+// scores of its rows against every key (memory grows with S), so E is final before anything is quantised and
+// the result does not depend on the order of the tiles.
 #include <cmath>
 #include <initializer_list>
 
@@ -32,7 +32,8 @@ struct Scratch {
 struct Sizes {
   int64_t head_dim, ld, tiles_k, keys;  // keys: padded to whole tiles
   explicit Sizes(const AttentionShape& s)
-      : head_dim(s.head_dim), ld(padded(s.head_dim)), tiles_k(ceil_div(s.seq_k, kTileK)), keys(tiles_k * kTileK) {}
+      : head_dim(s.head_dim), ld(padded(s.head_dim)), tiles_k(ceil_div(s.seq_k, kTileK)),
+        keys(tiles_k * kTileK) {}
 };
 
 HeadKv carve_head(Arena& arena, const Sizes& z) {
@@ -68,7 +69,8 @@ class Forward {
 
   void quantize_keys(HeadKv head, int64_t kv_head, int64_t tile, const Scratch& s) const {
     const int64_t b = kv_head / p_.shape.heads_kv, h = kv_head % p_.shape.heads_kv;
-    const int64_t from = tile * kTileK, rows = smaller(kTileK, p_.shape.seq_k - from), full = round_up(rows, 16);
+    const int64_t from = tile * kTileK, rows = smaller(kTileK, p_.shape.seq_k - from),
+                  full = round_up(rows, 16);
     load_tile(ops_, p_.k, p_.dtype, b, h, from, rows, z_.head_dim, s.k_tile, z_.ld);
     ops_.fake_quantize_rows(s.k_tile, z_.ld, full, z_.head_dim);
     ops_.transpose(s.k_tile, z_.ld, full, z_.head_dim, k_tile(head, tile), padded(kTileK));
@@ -84,7 +86,8 @@ class Forward {
     ops_.fake_quantize_rows(s.q, z_.ld, rows, z_.head_dim);
     for (int64_t r = 0; r < rows; ++r) s.row_max[r] = -INFINITY, s.row_sum[r] = 0.0f;
     score(head, rows, keys, from, s);
-    for (int64_t r = 0; r < rows; ++r) s.exponent[r] = s.row_max[r] == -INFINITY ? 0.0f : std::ceil(s.row_max[r]);
+    for (int64_t r = 0; r < rows; ++r)
+      s.exponent[r] = s.row_max[r] == -INFINITY ? 0.0f : std::ceil(s.row_max[r]);
     accumulate(head, rows, keys, s);
     write(b, h, from, rows, s);
   }
@@ -94,15 +97,18 @@ class Forward {
     return head.k_transposed + tile * z_.head_dim * padded(kTileK);
   }
 
-  static float* score_tile(const Scratch& s, int64_t tile) { return s.scores + tile * kTileQ * padded(kTileK); }
+  static float* score_tile(const Scratch& s, int64_t tile) {
+    return s.scores + tile * kTileQ * padded(kTileK);
+  }
 
   void score(HeadKv head, int64_t rows, int64_t keys, int64_t from, const Scratch& s) const {
     for (int64_t j = 0; j * kTileK < keys; ++j) {
       const int64_t cols = round_up(smaller(kTileK, keys - j * kTileK), 16);
       float* t = score_tile(s, j);
-      ops_.gemm({rows, cols, z_.head_dim, s.q, z_.ld, 1, k_tile(head, j), padded(kTileK), t, padded(kTileK), false});
-      ops_.scale_and_mask(t, padded(kTileK), rows, cols, scale_, mask_.first_limit(from, j * kTileK), p_.causal,
-                          s.row_max);
+      ops_.gemm({rows, cols, z_.head_dim, s.q, z_.ld, 1, k_tile(head, j), padded(kTileK), t, padded(kTileK),
+                 false});
+      ops_.scale_and_mask(t, padded(kTileK), rows, cols, scale_, mask_.first_limit(from, j * kTileK),
+                          p_.causal, s.row_max);
     }
   }
 
@@ -116,7 +122,8 @@ class Forward {
       const float* v = head.v + j * kTileK * z_.ld;
       ops_.forward_probabilities(p, padded(kTileK), rows, cols, s.exponent, probability_gain(p_.recipe),
                                  quantise ? s.quantised : nullptr, s.row_sum);
-      ops_.gemm({rows, z_.head_dim, cols, p, padded(kTileK), 1, v, z_.ld, s.high_precision_out, z_.ld, j > 0});
+      ops_.gemm(
+          {rows, z_.head_dim, cols, p, padded(kTileK), 1, v, z_.ld, s.high_precision_out, z_.ld, j > 0});
       if (quantise)
         ops_.gemm({rows, z_.head_dim, cols, s.quantised, padded(kTileK), 1, v, z_.ld, s.out, z_.ld, j > 0});
     }
@@ -127,7 +134,8 @@ class Forward {
     for (int64_t r = 0; r < rows; ++r) {
       const bool empty = s.row_sum[r] == 0.0f;
       s.inverse_sum[r] = empty ? 0.0f : 1.0f / s.row_sum[r];
-      const double log2_sum = static_cast<double>(s.exponent[r]) + std::log2(static_cast<double>(s.row_sum[r]));
+      const double log2_sum =
+          static_cast<double>(s.exponent[r]) + std::log2(static_cast<double>(s.row_sum[r]));
       p_.lse[first + r] = empty ? -INFINITY : static_cast<float>(log2_sum * kLn2);
       p_.row_exponent[first + r] = empty ? INT32_MIN : saturated(s.exponent[r]);
     }
@@ -138,8 +146,8 @@ class Forward {
 
   void store(const View& view, int64_t b, int64_t h, int64_t from, int64_t rows, const float* tile,
              const Scratch& s) const {
-    ops_.store(tile, z_.ld, s.inverse_sum, rows, z_.head_dim, row_pointer(view, p_.dtype, b, h, from), p_.dtype,
-               view.stride_s);
+    ops_.store(tile, z_.ld, s.inverse_sum, rows, z_.head_dim, row_pointer(view, p_.dtype, b, h, from),
+               p_.dtype, view.stride_s);
   }
 
   static int32_t saturated(float exponent) {
@@ -161,7 +169,8 @@ size_t forward_workspace_bytes(const AttentionShape& shape, int workers) {
   const Sizes z(shape);
   const size_t head = bytes_of([&](Arena& a) { carve_head(a, z); });
   const size_t scratch = bytes_of([&](Arena& a) { carve_scratch(a, z); });
-  return head * static_cast<size_t>(heads_together(shape, head, workers)) + scratch * static_cast<size_t>(workers);
+  return head * static_cast<size_t>(heads_together(shape, head, workers)) +
+         scratch * static_cast<size_t>(workers);
 }
 
 void forward(const ForwardParams& p, void* workspace, const Executor& executor) {
@@ -175,7 +184,8 @@ void forward(const ForwardParams& p, void* workspace, const Executor& executor) 
   const int64_t together = heads_together(shape, head_bytes, executor.workers);
   const auto head_at = [&](int64_t i) { return carve_at(workspace, head_bytes, i, carve_head, z); };
   const auto scratch_at = [&](int worker) {
-    return carve_at(static_cast<char*>(workspace) + head_bytes * together, scratch_bytes, worker, carve_scratch, z);
+    return carve_at(static_cast<char*>(workspace) + head_bytes * together, scratch_bytes, worker,
+                    carve_scratch, z);
   };
 
   const int64_t group = shape.heads_q / shape.heads_kv, tiles_q = ceil_div(shape.seq_q, kTileQ);

@@ -1,5 +1,5 @@
-// fake_quantize, quantize and dequantize: the block format applied to tensors (contract section 1).
-// Work is cut into pieces of at most 16 rows by kPieceColumns columns, so blocks along either axis stay whole.
+// fake_quantize, quantize and dequantize: the block format applied to tensors (contract section 1). Work is
+// cut into pieces of at most 16 rows by kPieceColumns columns, so blocks along either axis stay whole.
 #include "../format/nvfp4.h"
 #include "attention_tiles.h"
 #include "cpu.h"
@@ -29,7 +29,8 @@ void for_each_piece(const QuantizeParams& p, const Executor& executor, Body body
 }
 
 char* piece_pointer(const QuantizeParams& p, const Piece& at) {
-  return row_pointer(p.x, p.dtype, at.outer / p.outer1, at.outer % p.outer1, at.row) + at.col * dtype_bytes(p.dtype);
+  return row_pointer(p.x, p.dtype, at.outer / p.outer1, at.outer % p.outer1, at.row) +
+         at.col * dtype_bytes(p.dtype);
 }
 
 // Values over global_scale, zeros in the padding.
@@ -48,7 +49,8 @@ void apply_global_scale(const QuantizeParams& p, const Piece& at, float* tile) {
     for (int64_t c = 0; c < at.cols; ++c) tile[r * kLd + c] *= *p.global_scale;
 }
 
-// Where block `block` of line `line` lives: a line is what the blocks run along, a row or a column of the tensor.
+// Where block `block` of line `line` lives: a line is what the blocks run along, a row or a column of the
+// tensor.
 struct PackedBlock {
   uint8_t *data, *scale;
 };
@@ -71,7 +73,8 @@ void encode_block(const float* x, int64_t stride, int64_t count, PackedBlock to)
   const float scale = nvfp4::block_scale(amax);
   *to.scale = nvfp4::e4m3_encode(scale);
   for (int64_t i = 0; i < count; i += 2) {
-    const int low = nvfp4::e2m1_encode(x[i * stride], scale), high = nvfp4::e2m1_encode(x[(i + 1) * stride], scale);
+    const int low = nvfp4::e2m1_encode(x[i * stride], scale),
+              high = nvfp4::e2m1_encode(x[(i + 1) * stride], scale);
     to.data[i / 2] = static_cast<uint8_t>(low | high << 4);
   }
 }
@@ -110,8 +113,8 @@ void fake_quantize(const QuantizeParams& p, const Executor& executor) {
     else
       ops.fake_quantize_rows(tile, kLd, at.rows, cols);
     apply_global_scale(p, at, tile);
-    char* out = static_cast<char*>(p.out) +
-                ((at.outer * p.rows + at.row) * p.cols + at.col) * dtype_bytes(p.dtype);
+    char* out =
+        static_cast<char*>(p.out) + ((at.outer * p.rows + at.row) * p.cols + at.col) * dtype_bytes(p.dtype);
     ops.store(tile, kLd, nullptr, at.rows, at.cols, out, p.dtype, p.cols);
   });
 }

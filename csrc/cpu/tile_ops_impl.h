@@ -1,6 +1,7 @@
-// Bodies of the tile primitives. Included once per instruction set, inside a namespace of its own; the compiler's
-// target flags decide the vector width. Elementwise loops are plain and left to the vectoriser; reductions and blocks of
-// 16 are written with vectors, since the compiler may not reorder sums and vectorises across short blocks badly.
+// Bodies of the tile primitives. Included once per instruction set, inside a namespace of its own; the
+// compiler's target flags decide the vector width. Elementwise loops are plain and left to the vectoriser;
+// reductions and blocks of 16 are written with vectors, since the compiler may not reorder sums and
+// vectorises across short blocks badly.
 #include "../format/nvfp4.h"
 #include "tile_ops.h"
 
@@ -20,28 +21,20 @@ constexpr int kWidth = 16, kMaxRows = 8, kMaxVectors = 2;
 ATTN_QAT_HD Vector load_vector(const float* p) { return _mm512_loadu_ps(p); }
 ATTN_QAT_HD void store_vector(float* p, Vector v) { _mm512_storeu_ps(p, v); }
 ATTN_QAT_HD Vector broadcast(float x) { return _mm512_set1_ps(x); }
-ATTN_QAT_HD Vector multiply_add(Vector a, Vector b, Vector c) {
-  return _mm512_fmadd_ps(a, b, c);
-}
+ATTN_QAT_HD Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 #elif defined(__AVX2__)
 using Vector = __m256;
 constexpr int kWidth = 8, kMaxRows = 6, kMaxVectors = 2;
 ATTN_QAT_HD Vector load_vector(const float* p) { return _mm256_loadu_ps(p); }
 ATTN_QAT_HD void store_vector(float* p, Vector v) { _mm256_storeu_ps(p, v); }
 ATTN_QAT_HD Vector broadcast(float x) { return _mm256_set1_ps(x); }
-ATTN_QAT_HD Vector multiply_add(Vector a, Vector b, Vector c) {
-  return _mm256_fmadd_ps(a, b, c);
-}
+ATTN_QAT_HD Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 #else
 typedef float Vector __attribute__((vector_size(16)));
 typedef float UnalignedVector __attribute__((vector_size(16), aligned(4), may_alias));
 constexpr int kWidth = 4, kMaxRows = 4, kMaxVectors = 2;
-ATTN_QAT_HD Vector load_vector(const float* p) {
-  return *reinterpret_cast<const UnalignedVector*>(p);
-}
-ATTN_QAT_HD void store_vector(float* p, Vector v) {
-  *reinterpret_cast<UnalignedVector*>(p) = v;
-}
+ATTN_QAT_HD Vector load_vector(const float* p) { return *reinterpret_cast<const UnalignedVector*>(p); }
+ATTN_QAT_HD void store_vector(float* p, Vector v) { *reinterpret_cast<UnalignedVector*>(p) = v; }
 ATTN_QAT_HD Vector broadcast(float x) { return Vector{x, x, x, x}; }
 ATTN_QAT_HD Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
 #endif
@@ -87,9 +80,8 @@ void gemm(const Gemm& g) { multiply_columns<1>(g, multiply_columns<kMaxVectors>(
 // ---- conversions ----
 
 template <class Convert, class T>
-ATTN_QAT_HD void load_as(const T* __restrict src, int64_t stride, int64_t rows,
-                                                   int64_t cols, float* __restrict dst, int64_t ld,
-                                                   Convert convert) {
+ATTN_QAT_HD void load_as(const T* __restrict src, int64_t stride, int64_t rows, int64_t cols,
+                         float* __restrict dst, int64_t ld, Convert convert) {
   const int64_t full = (cols + kBlock - 1) / kBlock * kBlock;
   for (int64_t r = 0; r < rows; ++r, src += stride, dst += ld) {
     for (int64_t c = 0; c < cols; ++c) dst[c] = convert(src[c]);
@@ -108,17 +100,16 @@ void load(const void* src, DType dtype, int64_t stride, int64_t rows, int64_t co
 }
 
 template <class Convert, class T>
-ATTN_QAT_HD void store_as(const float* __restrict src, int64_t ld, const float* row_scale,
-                                                    int64_t rows, int64_t cols, T* __restrict dst, int64_t stride,
-                                                    Convert convert) {
+ATTN_QAT_HD void store_as(const float* __restrict src, int64_t ld, const float* row_scale, int64_t rows,
+                          int64_t cols, T* __restrict dst, int64_t stride, Convert convert) {
   for (int64_t r = 0; r < rows; ++r, src += ld, dst += stride) {
     const float scale = row_scale ? row_scale[r] : 1.0f;
     for (int64_t c = 0; c < cols; ++c) dst[c] = convert(src[c] * scale);
   }
 }
 
-void store(const float* src, int64_t ld, const float* row_scale, int64_t rows, int64_t cols, void* dst, DType dtype,
-           int64_t stride) {
+void store(const float* src, int64_t ld, const float* row_scale, int64_t rows, int64_t cols, void* dst,
+           DType dtype, int64_t stride) {
   auto* half = static_cast<uint16_t*>(dst);
   if (dtype == DType::kBFloat16)
     store_as(src, ld, row_scale, rows, cols, half, stride, [](float x) { return float_to_bfloat16(x); });
@@ -195,8 +186,7 @@ ATTN_QAT_HD uint32_t block_amax(const float* x) {
 }
 
 // dst = fp4(x * gain) * inverse_gain over one row. gain is a power of two: both products are exact.
-ATTN_QAT_HD void quantize_row(const float* x, int64_t cols, float gain, float inverse_gain,
-                                                        float* dst) {
+ATTN_QAT_HD void quantize_row(const float* x, int64_t cols, float gain, float inverse_gain, float* dst) {
   constexpr int64_t kBatch = 16;  // blocks whose scales are computed together
   float amax[kBatch] = {}, scale[kBatch];
   for (int64_t start = 0; start < cols; start += kBatch * kBlock) {
@@ -226,7 +216,8 @@ void fake_quantize_columns(float* x, int64_t ld, int64_t rows, int64_t cols) {
       float scale[kWidth];
       for (int i = 0; i < kWidth; ++i) scale[i] = nvfp4::block_scale(static_cast<uint32_t>(amax[i]));
       const Vector s = load_vector(scale);
-      for (int i = 0; i < kBlock; ++i) store_vector(tile + i * ld, fake_quantize(load_vector(tile + i * ld), s));
+      for (int i = 0; i < kBlock; ++i)
+        store_vector(tile + i * ld, fake_quantize(load_vector(tile + i * ld), s));
     }
   }
 }
@@ -260,14 +251,13 @@ ATTN_QAT_HD float exp2_flush(float x) {
 }
 
 // Columns of this row that are visible: all, or those before the causal limit.
-ATTN_QAT_HD int64_t visible_columns(int64_t cols, int64_t first_limit, bool causal,
-                                                              int64_t row) {
+ATTN_QAT_HD int64_t visible_columns(int64_t cols, int64_t first_limit, bool causal, int64_t row) {
   const int64_t limit = causal ? first_limit + row : first_limit;
   return limit < 0 ? 0 : limit < cols ? limit : cols;
 }
 
-void scale_and_mask(float* s, int64_t ld, int64_t rows, int64_t cols, float scale, int64_t first_limit, bool causal,
-                    float* row_max) {
+void scale_and_mask(float* s, int64_t ld, int64_t rows, int64_t cols, float scale, int64_t first_limit,
+                    bool causal, float* row_max) {
   for (int64_t r = 0; r < rows; ++r, s += ld) {
     const int64_t visible = visible_columns(cols, first_limit, causal, r);
     for (int64_t c = 0; c < visible; ++c) s[c] *= scale;
@@ -323,9 +313,16 @@ void row_dot(const float* a, const float* b, int64_t ld, int64_t rows, int64_t c
   }
 }
 
-const TileOps kOps = {ATTN_QAT_ISA_NAME,    load,                  store,
-                      transpose,            gemm,                  fake_quantize_rows,
-                      fake_quantize_columns, scale_and_mask,       forward_probabilities,
-                      backward_probabilities, row_dot};
+const TileOps kOps = {ATTN_QAT_ISA_NAME,
+                      load,
+                      store,
+                      transpose,
+                      gemm,
+                      fake_quantize_rows,
+                      fake_quantize_columns,
+                      scale_and_mask,
+                      forward_probabilities,
+                      backward_probabilities,
+                      row_dot};
 
 }  // namespace attn_qat::cpu::ATTN_QAT_ISA

@@ -3,8 +3,8 @@
 #pragma once
 #include <cstdint>
 
-// always_inline: the CPU kernels compile this header once per instruction set, and a shared out-of-line copy could
-// carry instructions the running processor lacks.
+// always_inline: the CPU kernels compile this header once per instruction set, and a shared out-of-line copy
+// could carry instructions the running processor lacks.
 #if defined(__CUDACC__)
 #define ATTN_QAT_HD __host__ __device__ __forceinline__
 #else
@@ -16,7 +16,9 @@ namespace attn_qat {
 ATTN_QAT_HD constexpr uint32_t float_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 ATTN_QAT_HD constexpr float bits_float(uint32_t u) { return __builtin_bit_cast(float, u); }
 
-ATTN_QAT_HD constexpr float bfloat16_to_float(uint16_t h) { return bits_float(static_cast<uint32_t>(h) << 16); }
+ATTN_QAT_HD constexpr float bfloat16_to_float(uint16_t h) {
+  return bits_float(static_cast<uint32_t>(h) << 16);
+}
 
 // Nearest even; NaN stays NaN.
 ATTN_QAT_HD constexpr uint16_t float_to_bfloat16(float x) {

@@ -4,8 +4,9 @@
 //   code  = e2m1(x / scale)                  exact quotient, nearest even, saturated at 6
 //   value = code * scale                     exact in BF16 and FP16
 //
-// The only C++ file that spells 16, 6 and 448. Every decision is exact: |x| is compared with scale * midpoint, a
-// product of a 4-bit and a 3-bit significand, which FP32 holds exactly; a reciprocal or a rounded quotient is not.
+// The only C++ file that spells 16, 6 and 448. Every decision is exact: |x| is compared with scale *
+// midpoint, a product of a 4-bit and a 3-bit significand, which FP32 holds exactly; a reciprocal or a rounded
+// quotient is not.
 #pragma once
 #include "float_types.h"
 
@@ -14,7 +15,7 @@ namespace attn_qat::nvfp4 {
 inline constexpr int kBlock = 16;
 inline constexpr float kE2m1Max = 6.0f;
 inline constexpr float kE4m3Max = 448.0f;
-inline constexpr float kMinScale = 0x1p-9f;     // smallest positive E4M3 value
+inline constexpr float kMinScale = 0x1p-9f;  // smallest positive E4M3 value
 inline constexpr uint8_t kE4m3NaN = 0x7f;
 
 // |x| as ordered bits: integer comparison orders magnitudes and puts NaN and Inf above every finite value.
@@ -37,12 +38,14 @@ ATTN_QAT_HD constexpr float e4m3_round(float x) {
 ATTN_QAT_HD constexpr uint8_t e4m3_encode(float value) {
   const uint32_t u = float_bits(value);
   if (u >= kInfinityBits) return kE4m3NaN;
-  return value < 0x1p-6f ? static_cast<uint8_t>(value * 0x1p9f) : static_cast<uint8_t>((u >> 20) - (120u << 3));
+  return value < 0x1p-6f ? static_cast<uint8_t>(value * 0x1p9f)
+                         : static_cast<uint8_t>((u >> 20) - (120u << 3));
 }
 
 ATTN_QAT_HD constexpr float e4m3_decode(uint8_t byte) {
   if ((byte & 0x7f) == kE4m3NaN) return bits_float(0x7fc00000u);
-  const float magnitude = byte & 0x78 ? bits_float(((byte & 0x7fu) + (120u << 3)) << 20) : (byte & 7) * 0x1p-9f;
+  const float magnitude =
+      byte & 0x78 ? bits_float(((byte & 0x7fu) + (120u << 3)) << 20) : (byte & 7) * 0x1p-9f;
   return byte & 0x80 ? -magnitude : magnitude;
 }
 
@@ -57,8 +60,8 @@ ATTN_QAT_HD constexpr float block_scale(uint32_t amax_bits) {
 
 // ---- E2M1 ----
 
-// Values 0 .5 1 1.5 2 3 4 6 by code. A midpoint goes to the even code: `>` keeps the lower one, `>=` takes the upper.
-// Real is float, or a compiler vector of floats; `zero +` turns a constant into either.
+// Values 0 .5 1 1.5 2 3 4 6 by code. A midpoint goes to the even code: `>` keeps the lower one, `>=` takes
+// the upper. Real is float, or a compiler vector of floats; `zero +` turns a constant into either.
 template <class Real>
 ATTN_QAT_HD constexpr Real e2m1_magnitude(Real a, Real s) {
   const Real zero = Real{};
@@ -92,8 +95,8 @@ ATTN_QAT_HD constexpr float e2m1_decode(uint8_t code) {
   return code & 8 ? -magnitude : magnitude;
 }
 
-// Offset of scale (row, block) in the 128x4 tiled layout that block-scaled tensor-core GEMMs read: 512-byte tiles in
-// row-major order, `tiles_per_row` = ceil(blocks / 4).
+// Offset of scale (row, block) in the 128x4 tiled layout that block-scaled tensor-core GEMMs read: 512-byte
+// tiles in row-major order, `tiles_per_row` = ceil(blocks / 4).
 ATTN_QAT_HD constexpr int64_t tiled_scale_offset(int64_t row, int64_t block, int64_t tiles_per_row) {
   const int64_t tile = row / 128 * tiles_per_row + block / 4;
   return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;

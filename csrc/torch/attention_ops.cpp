@@ -58,10 +58,12 @@ Tensor preprocess(const Tensor& high_precision_out, const Tensor& grad_out) {
   p.dtype = check_dtype(out);
   check_like_q(grad, out);
   check_rows(out);
-  p.batch = high_precision_out.size(0), p.heads = high_precision_out.size(1), p.seq = high_precision_out.size(2);
+  p.batch = high_precision_out.size(0), p.heads = high_precision_out.size(1),
+  p.seq = high_precision_out.size(2);
   p.head_dim = high_precision_out.size(3);
   ATTN_QAT_CHECK(p.head_dim > 0 && p.head_dim % 16 == 0 && p.head_dim <= kMaxHeadDim, op,
-                 ": high_precision_out has head_dim ", p.head_dim, ", takes a multiple of 16 up to ", kMaxHeadDim);
+                 ": high_precision_out has head_dim ", p.head_dim, ", takes a multiple of 16 up to ",
+                 kMaxHeadDim);
   Tensor delta = torch::stable::new_empty(grad_out, {p.batch, p.heads, p.seq}, ScalarType::Float);
   p.high_precision_out = view_of(high_precision_out), p.grad_out = view_of(grad_out);
   p.delta = static_cast<float*>(delta.mutable_data_ptr());
@@ -103,16 +105,18 @@ void set_delta(const char* op, BackwardParams& p, const Tensor& q, const Tensor&
   p.delta = static_cast<const float*>(delta.const_data_ptr());
 }
 
-void set_high_precision_out(const char* op, BackwardParams& p, const Tensor& q, const Tensor& high_precision_out) {
+void set_high_precision_out(const char* op, BackwardParams& p, const Tensor& q,
+                            const Tensor& high_precision_out) {
   check_like_q({op, "high_precision_out", high_precision_out}, {op, "q", q});
   p.high_precision_out = view_of(high_precision_out);
 }
 
-Tensor backward_dq(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
-                   const Tensor& delta, double softmax_scale, bool is_causal, std::string recipe,
-                   std::optional<Tensor> row_exponent) {
+Tensor backward_dq(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& lse, const Tensor& delta, double softmax_scale, bool is_causal,
+                   std::string recipe, std::optional<Tensor> row_exponent) {
   constexpr auto op = "backward_dq";
-  BackwardParams p = check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
+  BackwardParams p =
+      check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
   set_delta(op, p, q, delta);
   Tensor dq = torch::stable::new_empty(q, q.sizes());
   p.dq = view_of(dq);
@@ -120,11 +124,13 @@ Tensor backward_dq(const Tensor& grad_out, const Tensor& q, const Tensor& k, con
   return dq;
 }
 
-std::tuple<Tensor, Tensor> backward_dkdv(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                         const Tensor& lse, const Tensor& delta, double softmax_scale, bool is_causal,
-                                         std::string recipe, std::optional<Tensor> row_exponent) {
+std::tuple<Tensor, Tensor> backward_dkdv(const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                                         const Tensor& v, const Tensor& lse, const Tensor& delta,
+                                         double softmax_scale, bool is_causal, std::string recipe,
+                                         std::optional<Tensor> row_exponent) {
   constexpr auto op = "backward_dkdv";
-  BackwardParams p = check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
+  BackwardParams p =
+      check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
   set_delta(op, p, q, delta);
   Tensor dk = torch::stable::new_empty(k, k.sizes()), dv = torch::stable::new_empty(v, v.sizes());
   p.dk = view_of(dk), p.dv = view_of(dv);
@@ -132,12 +138,13 @@ std::tuple<Tensor, Tensor> backward_dkdv(const Tensor& grad_out, const Tensor& q
   return {dk, dv};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& high_precision_out, const Tensor& lse,
-                                            double softmax_scale, bool is_causal, std::string recipe,
-                                            std::optional<Tensor> row_exponent) {
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                                            const Tensor& v, const Tensor& high_precision_out,
+                                            const Tensor& lse, double softmax_scale, bool is_causal,
+                                            std::string recipe, std::optional<Tensor> row_exponent) {
   constexpr auto op = "backward";
-  BackwardParams p = check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
+  BackwardParams p =
+      check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
   set_high_precision_out(op, p, q, high_precision_out);
   Tensor dq = torch::stable::new_empty(q, q.sizes());
   Tensor dk = torch::stable::new_empty(k, k.sizes()), dv = torch::stable::new_empty(v, v.sizes());
@@ -158,7 +165,8 @@ void backward_out(const Tensor& grad_out, const Tensor& q, const Tensor& k, cons
                   std::string recipe, std::optional<Tensor> row_exponent, const Tensor& workspace, Tensor dq,
                   Tensor dk, Tensor dv) {
   constexpr auto op = "backward.out";
-  BackwardParams p = check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
+  BackwardParams p =
+      check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
   set_high_precision_out(op, p, q, high_precision_out);
   check_output({op, "dq", dq}, {op, "q", q});
   check_output({op, "dk", dk}, {op, "k", k});
@@ -170,15 +178,17 @@ void backward_out(const Tensor& grad_out, const Tensor& q, const Tensor& k, cons
   const int64_t wanted = static_cast<int64_t>(backward_workspace_bytes(p.shape, q));
   ATTN_QAT_CHECK(workspace.dim() == 1 && workspace.numel() >= wanted, op, ": workspace has shape ",
                  shape_text(workspace), ", takes one dimension of at least ", wanted, " bytes");
-  ATTN_QAT_CHECK(wanted == 0 || reinterpret_cast<uintptr_t>(workspace.const_data_ptr()) % kWorkspaceAlignment == 0,
-                 op, ": workspace starts at an address that is no multiple of ", kWorkspaceAlignment,
-                 " bytes, takes one that is");
+  ATTN_QAT_CHECK(
+      wanted == 0 || reinterpret_cast<uintptr_t>(workspace.const_data_ptr()) % kWorkspaceAlignment == 0, op,
+      ": workspace starts at an address that is no multiple of ", kWorkspaceAlignment,
+      " bytes, takes one that is");
   p.dq = view_of(dq), p.dk = view_of(dk), p.dv = view_of(dv);
   launch_backward(p, workspace.data_ptr(), q);
 }
 
 int64_t workspace_bytes_op(const Tensor& q, const Tensor& k) {
-  return static_cast<int64_t>(backward_workspace_bytes(check_attention("backward_workspace_bytes", q, k, k), q));
+  return static_cast<int64_t>(
+      backward_workspace_bytes(check_attention("backward_workspace_bytes", q, k, k), q));
 }
 
 template <class Library>
@@ -200,10 +210,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attn_qat, m) {
       "-> (Tensor out, Tensor high_precision_out, Tensor lse, Tensor row_exponent)");
   m.def("preprocess(Tensor high_precision_out, Tensor grad_out) -> Tensor");
   m.def(
-      "backward_dq(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, float softmax_scale, "
+      "backward_dq(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, float "
+      "softmax_scale, "
       "bool is_causal, str recipe=\"cudnn\", Tensor? row_exponent=None) -> Tensor");
   m.def(
-      "backward_dkdv(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, float softmax_scale, "
+      "backward_dkdv(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, float "
+      "softmax_scale, "
       "bool is_causal, str recipe=\"cudnn\", Tensor? row_exponent=None) -> (Tensor dk, Tensor dv)");
   m.def(
       "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor high_precision_out, Tensor lse, "

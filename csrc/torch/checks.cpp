@@ -59,13 +59,13 @@ void check_dtype_is(const Argument& a, ScalarType dtype) {
 
 void check_same_dtype(const Argument& a, const Argument& as) {
   ATTN_QAT_CHECK(a.tensor.scalar_type() == as.tensor.scalar_type(), a.op, ": ", a.name, " has dtype ",
-                 dtype_text(a.tensor.scalar_type()), ", takes ", dtype_text(as.tensor.scalar_type()), ", that of ",
-                 as.name);
+                 dtype_text(a.tensor.scalar_type()), ", takes ", dtype_text(as.tensor.scalar_type()),
+                 ", that of ", as.name);
 }
 
 void check_same_device(const Argument& a, const Argument& as) {
-  ATTN_QAT_CHECK(a.tensor.device() == as.tensor.device(), a.op, ": ", a.name, " is on ", device_text(a.tensor),
-                 ", takes ", device_text(as.tensor), ", where ", as.name, " is");
+  ATTN_QAT_CHECK(a.tensor.device() == as.tensor.device(), a.op, ": ", a.name, " is on ",
+                 device_text(a.tensor), ", takes ", device_text(as.tensor), ", where ", as.name, " is");
 }
 
 void check_shape(const Argument& a, const std::vector<int64_t>& shape) {
@@ -88,8 +88,9 @@ void check_rows(const Argument& a) {
   ATTN_QAT_CHECK(t.stride(3) == 1, a.op, ": ", a.name, " has stride ", t.stride(3),
                  " along the head dimension, takes 1");
   for (int64_t i = 0; i < 3; ++i)
-    ATTN_QAT_CHECK(t.size(i) == 1 || t.stride(i) * bytes % kAlignment == 0, a.op, ": ", a.name, " has strides ",
-                   list_text(t.strides()), ", takes rows that start at multiples of 16 bytes");
+    ATTN_QAT_CHECK(t.size(i) == 1 || t.stride(i) * bytes % kAlignment == 0, a.op, ": ", a.name,
+                   " has strides ", list_text(t.strides()),
+                   ", takes rows that start at multiples of 16 bytes");
   ATTN_QAT_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment == 0, a.op, ": ", a.name,
                  " starts at an address that is no multiple of 16 bytes, takes one that is");
 }
@@ -110,20 +111,20 @@ void check_softmax_scale(const char* op, double softmax_scale) {
 AttentionShape check_attention(const char* op, const Tensor& q, const Tensor& k, const Tensor& v) {
   const Argument query{op, "q", q};
   for (const Argument& a : {query, Argument{op, "k", k}, Argument{op, "v", v}}) {
-    ATTN_QAT_CHECK(a.tensor.dim() == 4, op, ": ", a.name, " has ", a.tensor.dim(), " dimensions, takes 4: ",
-                   "(batch, heads, sequence, head_dim)");
+    ATTN_QAT_CHECK(a.tensor.dim() == 4, op, ": ", a.name, " has ", a.tensor.dim(),
+                   " dimensions, takes 4: ", "(batch, heads, sequence, head_dim)");
     check_dtype(a);
     check_same_dtype(a, query);
     check_same_device(a, query);
   }
   const int64_t head_dim = q.size(3);
-  ATTN_QAT_CHECK(head_dim > 0 && head_dim % 16 == 0 && head_dim <= kMaxHeadDim, op, ": q has head_dim ", head_dim,
-                 ", takes a multiple of 16 up to ", kMaxHeadDim);
+  ATTN_QAT_CHECK(head_dim > 0 && head_dim % 16 == 0 && head_dim <= kMaxHeadDim, op, ": q has head_dim ",
+                 head_dim, ", takes a multiple of 16 up to ", kMaxHeadDim);
   const int64_t heads_q = q.size(1), heads_kv = k.size(1);
   check_shape({op, "k", k}, {q.size(0), heads_kv, k.size(2), head_dim});
   check_shape({op, "v", v}, {q.size(0), heads_kv, k.size(2), head_dim});
-  ATTN_QAT_CHECK(heads_kv > 0 ? heads_q % heads_kv == 0 : heads_q == 0, op, ": k has ", heads_kv, " heads and q ",
-                 heads_q, ", takes a number of kv heads that divides the query heads");
+  ATTN_QAT_CHECK(heads_kv > 0 ? heads_q % heads_kv == 0 : heads_q == 0, op, ": k has ", heads_kv,
+                 " heads and q ", heads_q, ", takes a number of kv heads that divides the query heads");
   for (const Argument& a : {query, Argument{op, "k", k}, Argument{op, "v", v}}) check_rows(a);
   return {q.size(0), heads_q, heads_kv, q.size(2), k.size(2), head_dim};
 }

@@ -1,5 +1,6 @@
-// Argument checks shared by every device. A failed check throws std::invalid_argument, ValueError in Python, before
-// anything is allocated or launched; the text names the operator, the argument, what it got and what it takes.
+// Argument checks shared by every device. A failed check throws std::invalid_argument, ValueError in Python,
+// before anything is allocated or launched; the text names the operator, the argument, what it got and what
+// it takes.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
@@ -25,8 +26,8 @@ template <class... Parts>
   throw std::invalid_argument(text.str());
 }
 
-#define ATTN_QAT_CHECK(condition, ...) \
-  do {                                 \
+#define ATTN_QAT_CHECK(condition, ...)                             \
+  do {                                                             \
     if (!(condition)) ::attn_qat::torch_glue::refuse(__VA_ARGS__); \
   } while (0)
 
@@ -41,7 +42,7 @@ struct Argument {
   const Tensor& tensor;
 };
 
-DType check_dtype(const Argument&);                                    // bfloat16, float16 or float32
+DType check_dtype(const Argument&);  // bfloat16, float16 or float32
 void check_dtype_is(const Argument&, ScalarType);
 void check_same_dtype(const Argument&, const Argument& as);
 void check_same_device(const Argument&, const Argument& as);
@@ -55,6 +56,6 @@ void check_softmax_scale(const char* op, double softmax_scale);
 // q, k, v of one attention problem.
 AttentionShape check_attention(const char* op, const Tensor& q, const Tensor& k, const Tensor& v);
 
-View view_of(const Tensor&);   // of a BHSD tensor
+View view_of(const Tensor&);  // of a BHSD tensor
 
 }  // namespace attn_qat::torch_glue

@@ -1,8 +1,9 @@
-// Fake-quantises Q, K and V of an attention problem in one launch, into contiguous scratch for the matmul kernels.
-// Q and K always in blocks along the head dimension, V by recipe. Thread blocks are handed out to Q, K and V in turn.
+// Fake-quantises Q, K and V of an attention problem in one launch, into contiguous scratch for the matmul
+// kernels. Q and K always in blocks along the head dimension, V by recipe. Thread blocks are handed out to Q,
+// K and V in turn.
 //
-// Along the head dimension two neighbouring lanes hold a block, 8 values in 16 bytes each. Along keys one lane holds 8
-// columns of 16 rows. Every value fits BF16 and FP16 exactly.
+// Along the head dimension two neighbouring lanes hold a block, 8 values in 16 bytes each. Along keys one
+// lane holds 8 columns of 16 rows. Every value fits BF16 and FP16 exactly.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -21,15 +22,15 @@ constexpr int kThreads = 256, kValues = 8;  // values of a lane: one 16-byte acc
 struct Operand {
   View in;
   void* out;
-  int64_t heads, rows;    // of [B, heads, rows, head_dim]
-  int64_t lanes;          // work items: one lane each
-  uint32_t blocks;        // thread blocks
+  int64_t heads, rows;  // of [B, heads, rows, head_dim]
+  int64_t lanes;        // work items: one lane each
+  uint32_t blocks;      // thread blocks
   bool along_rows;
 };
 
 struct OperandArgs {
-  Operand operands[3];    // Q, K, V; the unused last one has no blocks
-  int chunks;             // head_dim / kValues
+  Operand operands[3];  // Q, K, V; the unused last one has no blocks
+  int chunks;           // head_dim / kValues
 };
 
 __device__ __forceinline__ float2 to_floats(__nv_bfloat162 x) { return __bfloat1622float2(x); }
@@ -62,8 +63,8 @@ __device__ __forceinline__ uint4 packed(const float (&x)[kValues]) {
 template <class Element>
 __device__ __forceinline__ const Element* source(const Operand& o, int64_t head, int64_t row, int chunk) {
   const int64_t b = head / o.heads, h = head - b * o.heads;
-  return static_cast<const Element*>(o.in.data) + b * o.in.stride_b + h * o.in.stride_h + row * o.in.stride_s +
-         chunk * kValues;
+  return static_cast<const Element*>(o.in.data) + b * o.in.stride_b + h * o.in.stride_h +
+         row * o.in.stride_s + chunk * kValues;
 }
 
 template <class InPair, class OutPair>
@@ -122,7 +123,8 @@ __device__ void quantize_along_rows(const Operand& o, int64_t lane, int chunks) 
 }
 
 template <class Pair>
-__global__ void __launch_bounds__(kThreads) quantize_operands_kernel(const __grid_constant__ OperandArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_operands_kernel(const __grid_constant__ OperandArgs args) {
   uint32_t block = blockIdx.x;
   int which = 0;
   while (block >= args.operands[which].blocks) block -= args.operands[which++].blocks;
@@ -136,7 +138,8 @@ __global__ void __launch_bounds__(kThreads) quantize_operands_kernel(const __gri
     quantize_along_head_dim<Pair, __nv_bfloat162>(o, lane, args.chunks);
 }
 
-Operand operand(const View& in, void* out, const AttentionShape& s, int64_t heads, int64_t rows, bool along_rows) {
+Operand operand(const View& in, void* out, const AttentionShape& s, int64_t heads, int64_t rows,
+                bool along_rows) {
   if (!out) return {};
   const int64_t lines = along_rows ? (rows + kBlock - 1) / kBlock : rows;
   const int64_t lanes = s.batch * heads * lines * (s.head_dim / kValues);

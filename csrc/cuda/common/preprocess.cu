@@ -30,7 +30,8 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum, float) {
 }
 
 __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum, __nv_bfloat16) {
-  const auto *x = reinterpret_cast<const __nv_bfloat162*>(&a), *y = reinterpret_cast<const __nv_bfloat162*>(&b);
+  const auto *x = reinterpret_cast<const __nv_bfloat162*>(&a),
+             *y = reinterpret_cast<const __nv_bfloat162*>(&b);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 u = __bfloat1622float2(x[i]), v = __bfloat1622float2(y[i]);
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ R
       for (int r = 0; r < kRows; ++r) {
         const int64_t row = first + r * (kThreads / kLanes);
         if (row >= args.rows) continue;
-        const int64_t head = row / args.seq, s = row - head * args.seq, b = head / args.heads, h = head - b * args.heads;
+        const int64_t head = row / args.seq, s = row - head * args.seq, b = head / args.heads,
+                      h = head - b * args.heads;
         out[r] = *reinterpret_cast<const uint4*>(row_pointer<T>(args.high_precision_out, b, h, s) + col);
         grad[r] = *reinterpret_cast<const uint4*>(row_pointer<T>(args.grad_out, b, h, s) + col);
       }
@@ -95,7 +97,8 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ R
     const int64_t row = first + r * (kThreads / kLanes);
     if (row >= args.rows || lane != 0) continue;
     if (args.delta_out) args.delta_out[row] = sums[r];
-    if (args.statistics) args.statistics[row] = statistics_of(args, row, args.delta_in ? args.delta_in[row] : sums[r]);
+    if (args.statistics)
+      args.statistics[row] = statistics_of(args, row, args.delta_in ? args.delta_in[row] : sums[r]);
   }
 }
 
@@ -125,8 +128,17 @@ cudaError_t preprocess(const PreprocessParams& p, cudaStream_t stream) {
 
 cudaError_t row_statistics(const BackwardParams& p, RowStatistics* statistics, cudaStream_t stream) {
   const AttentionShape& s = p.shape;
-  RowArgs args{p.high_precision_out, p.grad_out, p.delta, p.lse, p.row_exponent, nullptr, statistics, s.heads_q, s.seq_q,
-               s.batch * s.heads_q * s.seq_q, static_cast<int>(s.head_dim)};
+  RowArgs args{p.high_precision_out,
+               p.grad_out,
+               p.delta,
+               p.lse,
+               p.row_exponent,
+               nullptr,
+               statistics,
+               s.heads_q,
+               s.seq_q,
+               s.batch * s.heads_q * s.seq_q,
+               static_cast<int>(s.head_dim)};
   return launch(args, p.dtype, stream);
 }
 

@@ -55,7 +55,8 @@ const char* why_not(const AttentionShape& s, DType dtype) {
   if (s.head_dim != 64 && s.head_dim != 128) return "takes head_dim 64 or 128";
   constexpr int64_t kMaxSequence = int64_t{1} << 31;
   if (s.seq_q >= kMaxSequence || s.seq_k >= kMaxSequence) return "takes sequences shorter than 2^31";
-  const int64_t tiles = s.batch * (s.heads_q * ((s.seq_q + 127) / 128) + s.heads_kv * ((s.seq_k + 127) / 128));
+  const int64_t tiles =
+      s.batch * (s.heads_q * ((s.seq_q + 127) / 128) + s.heads_kv * ((s.seq_k + 127) / 128));
   return tiles > 0x7fffffff ? "takes at most 2^31 - 1 tiles of 128 rows" : nullptr;
 }
 
@@ -91,7 +92,8 @@ cudaError_t backward(const BackwardParams& params, void* workspace, cudaStream_t
   Arena arena(workspace);
   BackwardParams p = params;
   common::OperandParams operands = take_operands(arena, s, p.recipe);
-  auto* statistics = static_cast<RowStatistics*>(arena.take(s.batch * s.heads_q * s.seq_q * int64_t{sizeof(RowStatistics)}));
+  auto* statistics =
+      static_cast<RowStatistics*>(arena.take(s.batch * s.heads_q * s.seq_q * int64_t{sizeof(RowStatistics)}));
   cudaError_t status = quantize_into(operands, p, stream);
   if (status == cudaSuccess) status = common::row_statistics(p, statistics, stream);
   if (status == cudaSuccess && p.dq.data && s.batch * s.heads_q * s.seq_q > 0)

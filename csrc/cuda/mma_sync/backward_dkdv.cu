@@ -1,15 +1,16 @@
-// dK and dV with mma.sync: one thread block for 128 keys of a kv head, one warp for 16 of them, looping over the query
-// rows of every query head in the group. Everything is transposed, so that a warp owns its keys:
+// dK and dV with mma.sync: one thread block for 128 keys of a kv head, one warp for 16 of them, looping over
+// the query rows of every query head in the group. Everything is transposed, so that a warp owns its keys:
 //
 //   S^T = K^ Q^T,  dP^T = V^ dO^T,  P^T = exp2(t - E) * normaliser,  dS^T = bf16(P^T * (dP^T - delta))
 //   dK += dS^T Q^,   dV += P^T dO with P quantised along keys
 //
-// A block of P is the 16 keys of a warp for one query: a column, two values in each of eight lanes. A butterfly over the
-// lanes halves the columns at each step, so lane (g, t) ends with the maximum of column 8 (g / 2) + 2 t + g % 2,
-// computes that block's scale once and hands it to the others through a scratch of its warp.
+// A block of P is the 16 keys of a warp for one query: a column, two values in each of eight lanes. A
+// butterfly over the lanes halves the columns at each step, so lane (g, t) ends with the maximum of column 8
+// (g / 2) + 2 t + g % 2, computes that block's scale once and hands it to the others through a scratch of its
+// warp.
 //
-// K^ stays in registers as A fragments, V^ in shared memory; Q^, dO and the row statistics stream through two cp.async
-// stages. dS^T and P^T go from accumulators to A fragments without shared memory.
+// K^ stays in registers as A fragments, V^ in shared memory; Q^, dO and the row statistics stream through two
+// cp.async stages. dS^T and P^T go from accumulators to A fragments without shared memory.
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -55,7 +56,9 @@ struct BackwardDkDvWarp {
   float dk[C::kHeadDim / 8][4], dv[C::kHeadDim / 8][4];
   int lane, key;  // key: this warp's first row in the tile
 
-  __device__ BackwardDkDvWarp() : lane(threadIdx.x % 32), key(threadIdx.x / 32 * kWarpRows) { zero(dk), zero(dv); }
+  __device__ BackwardDkDvWarp() : lane(threadIdx.x % 32), key(threadIdx.x / 32 * kWarpRows) {
+    zero(dk), zero(dv);
+  }
 
   __device__ void load(ptx::SmemAddr k_tile) {
     const auto rows = rows_then_columns<C::kHeadDim>(k_tile);
@@ -63,8 +66,8 @@ struct BackwardDkDvWarp {
     for (int d = 0; d < kSteps; ++d) ptx::ldmatrix_x4(k[d], rows.at(d, key));
   }
 
-  __device__ void products(const Addresses& v, const Addresses& q, const Addresses& grad_out, float (&s)[kNTiles][4],
-                           float (&dp)[kNTiles][4]) const {
+  __device__ void products(const Addresses& v, const Addresses& q, const Addresses& grad_out,
+                           float (&s)[kNTiles][4], float (&dp)[kNTiles][4]) const {
     zero(s), zero(dp);
 #pragma unroll
     for (int d = 0; d < kSteps; ++d) {
@@ -111,7 +114,8 @@ struct BackwardDkDvWarp {
   }
 
   // s becomes the left operand of dV: quantised, with the normaliser and the FP16 gain applied.
-  __device__ void quantize(const RowStatistics* statistics, ColumnScale* scratch, float (&s)[kNTiles][4]) const {
+  __device__ void quantize(const RowStatistics* statistics, ColumnScale* scratch,
+                           float (&s)[kNTiles][4]) const {
     constexpr int kColumns = 2 * kNTiles;
     float top[kColumns];
 #pragma unroll
@@ -163,7 +167,8 @@ __device__ __forceinline__ uint32_t block_index_again() {
 }
 
 template <class C, class T, Recipe kRecipe>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dkdv_kernel(const __grid_constant__ BackwardDkDvArgs args) {
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    backward_dkdv_kernel(const __grid_constant__ BackwardDkDvArgs args) {
   extern __shared__ __align__(128) unsigned char raw[];
   auto& smem = *reinterpret_cast<BackwardDkDvSmem<C, T>*>(raw);
   const BackwardParams& p = args.p;
@@ -177,13 +182,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dkdv_ke
 
   // Tiles come in the order of query heads, then rows; `next` runs one tile ahead of the products.
   const int first_row = first_tile * C::kTileQ, seq_q = static_cast<int>(shape.seq_q);
-  struct { int head, row; } next{static_cast<int>(h_kv) * group, first_row}, now = next;
+  struct {
+    int head, row;
+  } next{static_cast<int>(h_kv) * group, first_row}, now = next;
   const auto q_of = [&](int h) { return head_pointer<Quantized>(p.q, b, h) + first_row * p.q.stride_s; };
-  const auto grad_of = [&](int h) { return head_pointer<T>(p.grad_out, b, h) + first_row * p.grad_out.stride_s; };
+  const auto grad_of = [&](int h) {
+    return head_pointer<T>(p.grad_out, b, h) + first_row * p.grad_out.stride_s;
+  };
   using QueryRows = tile::NaturalRows;
-  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, Quantized> q_loader(q_of(next.head), p.q.stride_s);
-  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, T> grad_loader(
-      grad_of(next.head), p.grad_out.stride_s);
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, Quantized> q_loader(q_of(next.head),
+                                                                                      p.q.stride_s);
+  tile::RowLoader<C::kHeadDim, C::kTileQ, C::kThreads, QueryRows, T> grad_loader(grad_of(next.head),
+                                                                                 p.grad_out.stride_s);
   // True when `at` moved on to the next head.
   const auto advance = [&](auto& at) {
     at.row += C::kTileQ;
@@ -219,15 +229,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dkdv_ke
   warp.load(k_tile);
   __syncthreads();  // every warp has its K: the stages may be overwritten
 
-  const int head_end = first_row < seq_q ? (static_cast<int>(h_kv) + 1) * group : 0;  // 0: no query sees these keys
+  const int head_end =
+      first_row < seq_q ? (static_cast<int>(h_kv) + 1) * group : 0;  // 0: no query sees these keys
   if (now.head < head_end) load_queries(0);
   ptx::cp_async_commit_group();
   using Smem = BackwardDkDvSmem<C, T>;
   constexpr int kStageBytes = sizeof(smem.q[0]), kGradOffset = offsetof(Smem, grad_out) - offsetof(Smem, q);
   static_assert(sizeof(smem.grad_out[0]) == kStageBytes);
-  const int keys_here = tile_limit(keys_left);               // that exist from the tile's first one on
-  const int64_t diagonal = p.causal ? first_key - offset : -C::kTileK;  // the query row from which the first key is seen
-  const int first_seen = static_cast<int>(min(max(diagonal, int64_t{-C::kTileK}), int64_t{INT32_MAX} - C::kTileK));
+  const int keys_here = tile_limit(keys_left);  // that exist from the tile's first one on
+  const int64_t diagonal =
+      p.causal ? first_key - offset : -C::kTileK;  // the query row from which the first key is seen
+  const int first_seen =
+      static_cast<int>(min(max(diagonal, int64_t{-C::kTileK}), int64_t{INT32_MAX} - C::kTileK));
   for (int stage = 0; now.head < head_end; stage = (stage + 1) % C::kStages) {
     ptx::cp_async_wait_group<0>();
     __syncthreads();  // this tile has landed for everyone, and nobody reads the other stage any more
@@ -235,7 +248,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dkdv_ke
     ptx::cp_async_commit_group();
     float s[C::kTileQ / 8][4], dp[C::kTileQ / 8][4];
     // Addresses are made anew where they are used: kept, they would cost the registers that are short here.
-    const auto v = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.v + warp.key * C::kHeadDim), ptx::laneid());
+    const auto v =
+        rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.v + warp.key * C::kHeadDim), ptx::laneid());
     const auto rows = columns_then_rows<C::kHeadDim>(ptx::smem_addr(smem.q[stage]), ptx::laneid());
     warp.products(v, rows, rows.shift(kGradOffset), s, dp);
     if (keys_here < C::kTileK || now.row < first_seen + C::kTileK - 1) {
@@ -274,11 +288,14 @@ cudaError_t launch(const BackwardParams& p, const RowStatistics* statistics, cud
   constexpr int kBytes = sizeof(BackwardDkDvSmem<C, T>);
   static_assert(kBytes <= kSmemLimit, "must fit the shared memory of compute capability 12.x");
   const auto kernel = backward_dkdv_kernel<C, T, kRecipe>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   const int64_t tiles_k = (p.shape.seq_k + C::kTileK - 1) / C::kTileK;
-  const BackwardDkDvArgs args{p, statistics, static_cast<int>(tiles_k), p.softmax_scale * 1.4426950408889634f};
-  kernel<<<static_cast<unsigned>(tiles_k * p.shape.batch * p.shape.heads_kv), C::kThreads, kBytes, stream>>>(args);
+  const BackwardDkDvArgs args{p, statistics, static_cast<int>(tiles_k),
+                              p.softmax_scale * 1.4426950408889634f};
+  kernel<<<static_cast<unsigned>(tiles_k * p.shape.batch * p.shape.heads_kv), C::kThreads, kBytes, stream>>>(
+      args);
   return cudaGetLastError();
 }
 
@@ -300,7 +317,8 @@ cudaError_t launch_head_dim(const BackwardParams& p, const RowStatistics* statis
 
 }  // namespace
 
-cudaError_t launch_backward_dkdv(const BackwardParams& p, const RowStatistics* statistics, cudaStream_t stream) {
+cudaError_t launch_backward_dkdv(const BackwardParams& p, const RowStatistics* statistics,
+                                 cudaStream_t stream) {
   if (p.dtype == DType::kFloat16) return launch_head_dim<__half>(p, statistics, stream);
   return launch_head_dim<__nv_bfloat16>(p, statistics, stream);
 }

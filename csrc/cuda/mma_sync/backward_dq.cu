@@ -1,9 +1,10 @@
-// dQ with mma.sync: one thread block for 128 query rows of a head, one warp for 16 of them, looping over keys.
+// dQ with mma.sync: one thread block for 128 query rows of a head, one warp for 16 of them, looping over
+// keys.
 //
 //   S = Q^ K^T,  dP = dO V^T,  P = exp2(t - E) * normaliser,  dS = bf16(P * (dP - delta)),  dQ += dS K^
 //
-// Q^ and dO stay in registers as A fragments, dS goes from accumulators to A fragments without shared memory: only K
-// and V pass through it, in two cp.async stages that first hold Q and dO.
+// Q^ and dO stay in registers as A fragments, dS goes from accumulators to A fragments without shared memory:
+// only K and V pass through it, in two cp.async stages that first hold Q and dO.
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -43,7 +44,8 @@ struct BackwardDqWarp {
 
   __device__ void load(ptx::SmemAddr q_tile, ptx::SmemAddr grad_tile) {
     const int row = threadIdx.x / 32 * kWarpRows;
-    const auto q_rows = rows_then_columns<C::kHeadDim>(q_tile), grad_rows = rows_then_columns<C::kHeadDim>(grad_tile);
+    const auto q_rows = rows_then_columns<C::kHeadDim>(q_tile),
+               grad_rows = rows_then_columns<C::kHeadDim>(grad_tile);
 #pragma unroll
     for (int d = 0; d < kSteps; ++d) {
       ptx::ldmatrix_x4(q[d], q_rows.at(d, row));
@@ -51,7 +53,8 @@ struct BackwardDqWarp {
     }
   }
 
-  // Adds what kStepK keys from row `key` of the tiles contribute; limit[r]: first invisible key for row half r.
+  // Adds what kStepK keys from row `key` of the tiles contribute; limit[r]: first invisible key for row half
+  // r.
   __device__ void step(const Addresses& k, const Addresses& v, const Addresses& k_trans, int key, bool masked,
                        const int (&limit)[2], float scale_log2) {
     float s[kNTiles][4], dp[kNTiles][4];
@@ -87,18 +90,21 @@ struct BackwardDqWarp {
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (key + 8 * j + static_cast<int>(threadIdx.x) % 4 * 2 + e % 2 >= limit[e / 2]) s[j][e] = -__builtin_inff();
+        if (key + 8 * j + static_cast<int>(threadIdx.x) % 4 * 2 + e % 2 >= limit[e / 2])
+          s[j][e] = -__builtin_inff();
   }
 };
 
 template <class C, class T>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dq_kernel(const __grid_constant__ BackwardDqArgs args) {
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    backward_dq_kernel(const __grid_constant__ BackwardDqArgs args) {
   extern __shared__ __align__(128) unsigned char raw[];
   auto& smem = *reinterpret_cast<BackwardDqSmem<C, T>*>(raw);
   const BackwardParams& p = args.p;
   const AttentionShape& shape = p.shape;
   const int64_t tile_q = args.tiles_q - 1 - blockIdx.x % args.tiles_q, head = blockIdx.x / args.tiles_q;
-  const int64_t b = head / shape.heads_q, h = head % shape.heads_q, h_kv = h / (shape.heads_q / shape.heads_kv);
+  const int64_t b = head / shape.heads_q, h = head % shape.heads_q,
+                h_kv = h / (shape.heads_q / shape.heads_kv);
   const int64_t first_row = tile_q * C::kTileQ, offset = shape.seq_k - shape.seq_q;
   const int64_t last_row = min(first_row + C::kTileQ, shape.seq_q) - 1;
   const int64_t keys = p.causal ? max(last_row + 1 + offset, int64_t{0}) : shape.seq_k;
@@ -131,14 +137,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dq_kern
   tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, Quantized> k_loader(
       head_pointer<Quantized>(p.k, b, h_kv), p.k.stride_s);
   tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, T> v_loader(head_pointer<T>(p.v, b, h_kv),
-                                                                             p.v.stride_s);
+                                                                            p.v.stride_s);
   const int seq_k = static_cast<int>(shape.seq_k);
   const auto load_keys = [&](int j) {
     k_loader.load(ptx::smem_addr(smem.loop.k[j % C::kStages]), seq_k - j * C::kTileK);
     v_loader.load(ptx::smem_addr(smem.loop.v[j % C::kStages]), seq_k - j * C::kTileK);
   };
   using Smem = BackwardDqSmem<C, T>;
-  constexpr int kStageBytes = sizeof(smem.loop.k[0]), kVOffset = offsetof(Smem, loop.v) - offsetof(Smem, loop.k);
+  constexpr int kStageBytes = sizeof(smem.loop.k[0]),
+                kVOffset = offsetof(Smem, loop.v) - offsetof(Smem, loop.k);
   const auto k_rows = columns_then_rows<C::kHeadDim>(ptx::smem_addr(smem.loop.k));
   const auto k_columns = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.loop.k));
   if (tiles_k > 0) load_keys(0);
@@ -149,7 +156,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) backward_dq_kern
     if (j + 1 < tiles_k) load_keys(j + 1);
     ptx::cp_async_commit_group();
     const int64_t from = int64_t{j} * C::kTileK, end = shape.seq_k - from, diagonal = row + 1 + offset - from;
-    const bool masked = C::kTileK > (p.causal ? min(first_row + 1 + offset, shape.seq_k) : shape.seq_k) - from;
+    const bool masked =
+        C::kTileK > (p.causal ? min(first_row + 1 + offset, shape.seq_k) : shape.seq_k) - from;
     const int limit[2] = {tile_limit(p.causal ? min(end, diagonal) : end),
                           tile_limit(p.causal ? min(end, diagonal + 8) : end)};
     const int stage = j % C::kStages * kStageBytes;
@@ -167,11 +175,13 @@ cudaError_t launch(const BackwardParams& p, const RowStatistics* statistics, cud
   constexpr int kBytes = sizeof(BackwardDqSmem<C, T>);
   static_assert(kBytes <= kSmemLimit, "must fit the shared memory of compute capability 12.x");
   const auto kernel = backward_dq_kernel<C, T>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   const int64_t tiles_q = (p.shape.seq_q + C::kTileQ - 1) / C::kTileQ;
   const BackwardDqArgs args{p, statistics, static_cast<int>(tiles_q), p.softmax_scale * 1.4426950408889634f};
-  kernel<<<static_cast<unsigned>(tiles_q * p.shape.batch * p.shape.heads_q), C::kThreads, kBytes, stream>>>(args);
+  kernel<<<static_cast<unsigned>(tiles_q * p.shape.batch * p.shape.heads_q), C::kThreads, kBytes, stream>>>(
+      args);
   return cudaGetLastError();
 }
 
@@ -183,7 +193,8 @@ cudaError_t launch_head_dim(const BackwardParams& p, const RowStatistics* statis
 
 }  // namespace
 
-cudaError_t launch_backward_dq(const BackwardParams& p, const RowStatistics* statistics, cudaStream_t stream) {
+cudaError_t launch_backward_dq(const BackwardParams& p, const RowStatistics* statistics,
+                               cudaStream_t stream) {
   if (p.dtype == DType::kFloat16) return launch_head_dim<__half>(p, statistics, stream);
   return launch_head_dim<__nv_bfloat16>(p, statistics, stream);
 }

@@ -1,18 +1,20 @@
-// Forward of FP4 attention with mma.sync: one thread block for 128 query rows of a head, one warp for 16 of them.
+// Forward of FP4 attention with mma.sync: one thread block for 128 query rows of a head, one warp for 16 of
+// them.
 //
-//   recipe cudnn:               E = ceil(row max) from a first pass over S: with a gain of 1 the blocks of small
-//                               probabilities sit at the floor of the scale, where they depend on E
 //   for each tile of 64 keys:   S = Q^ K^T          16 x 64 in registers, exact products of FP4 values
-//                               E = ceil(row max)   when it grows, O, O_hp and the row sum shrink by an exact 2^n
-//                               p = exp2(t - E),  P^ = fp4(p)
-//                               O_hp += p V^,  O += P^ V^,  l += rowsum(p)
+//                               E = ceil(row max)   when it grows, what was summed shrinks by an exact 2^n
+//                               p = exp2(t - E),    P^ = fp4(p)
+//                               O_hp += p V^,       O += P^ V^,      l += rowsum(p)
 //
-// Keys are permuted inside a tile so that quantising needs no shuffle: column 8 j + 2 t + e of S (t the lane within its
-// row, e < 2) is key 16 t + 2 j + e. Lane t then owns the whole block 16 t .. 16 t + 15. The permutation is only in the
-// rows that ldmatrix addresses, alike for K and V.
+// Recipe cudnn takes E from a first pass over S: with a gain of 1, blocks of small probabilities sit at the floor
+// of the scale, where they depend on E.
 //
-//   stage 0:  K V | compute        | load K V (tile 2)  | compute ...        cp.async, two stages; the barrier at the
-//   stage 1:        load K V (1)   | compute            | load ...           top of a tile frees the other stage
+// Keys are permuted inside a tile so that quantising needs no shuffle: column 8 j + 2 t + e of S (t the lane
+// within its row, e < 2) is key 16 t + 2 j + e. Lane t then owns the whole block 16 t .. 16 t + 15. The
+// permutation is only in the rows that ldmatrix addresses, alike for K and V.
+//
+//   stage 0:  K V | compute        | load K V (tile 2)  | compute ...      cp.async, two stages; the barrier
+//   stage 1:        load K V (1)   | compute            | load ...         at a tile's top frees the other one
 #include <cuda_runtime.h>
 
 #include "cuda/mma_sync/fragments.cuh"
@@ -35,8 +37,8 @@ struct ForwardArgs {
   float scale_log2;  // softmax_scale * log2 e
 };
 
-// How a lane addresses a tile of keys for S (keys as columns) and for P V (keys summed over): the lane's part of the
-// permutation is its row, 8 columns of S more are 2 rows more.
+// How a lane addresses a tile of keys for S (keys as columns) and for P V (keys summed over): the lane's part
+// of the permutation is its row, 8 columns of S more are 2 rows more.
 template <int kHeadDim>
 __device__ __forceinline__ tile::LaneAddresses<kHeadDim> keys_as_columns(ptx::SmemAddr t) {
   const int lane = threadIdx.x % 32, row = lane % 8 / 2 * 16 + lane % 2 + lane / 16 * 2;
@@ -57,8 +59,8 @@ struct ForwardWarp {
   static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
   float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kDTiles][4];
   float row_max[2], exponent[2], row_sum[2];
-  // Row sums of p as the products see it, rounded: what O_hp is divided by, so that a row of one key gives V itself and
-  // delta carries no bias. lse and O take row_sum, of p before rounding.
+  // Row sums of p as the products see it, rounded: what O_hp is divided by, so that a row of one key gives V
+  // itself and delta carries no bias. lse and O take row_sum, of p before rounding.
   float rounded_sum[4];
   int lane;
 
@@ -127,7 +129,8 @@ struct ForwardWarp {
       grew |= next != exponent[r] && !first;
       exponent[r] = next;
     }
-    if (kRecipe != Recipe::kCudnn && __any_sync(0xffffffffu, grew)) rescale(factor);  // cudnn: nothing is summed yet
+    if (kRecipe != Recipe::kCudnn && __any_sync(0xffffffffu, grew))
+      rescale(factor);  // cudnn: nothing is summed yet
   }
 
   __device__ void rescale(const float (&factor)[2]) {
@@ -144,7 +147,8 @@ struct ForwardWarp {
 
   // s becomes p, packed as the A fragments of p V^ and, quantised with a gain of 2^k left in, of P^ V^.
   __device__ void probabilities(float (&s)[kNTiles][4], float scale_log2, const float (&block_max)[2],
-                                uint32_t (&p)[kNTiles][2], uint32_t (&quantized)[kQuantizes ? kNTiles : 1][2]) {
+                                uint32_t (&p)[kNTiles][2],
+                                uint32_t (&quantized)[kQuantizes ? kNTiles : 1][2]) {
     constexpr float kGain = kProbabilityGain<kRecipe>;
     tile::BlockScale block[2];
     if constexpr (kQuantizes)
@@ -212,12 +216,14 @@ struct ForwardWarp {
   }
 
   template <int kTiles>
-  __device__ void store_row(const View& view, int64_t b, int64_t h, int64_t row, int r, const float (&x)[kTiles][4],
-                            float scale) const {
-    T* to = static_cast<T*>(view.data) + b * view.stride_b + h * view.stride_h + row * view.stride_s + lane % 4 * 2;
+  __device__ void store_row(const View& view, int64_t b, int64_t h, int64_t row, int r,
+                            const float (&x)[kTiles][4], float scale) const {
+    T* to = static_cast<T*>(view.data) + b * view.stride_b + h * view.stride_h + row * view.stride_s +
+            lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
-      *reinterpret_cast<uint32_t*>(to + 8 * i) = tile::pack(x[i][2 * r] * scale, x[i][2 * r + 1] * scale, T{});
+      *reinterpret_cast<uint32_t*>(to + 8 * i) =
+          tile::pack(x[i][2 * r] * scale, x[i][2 * r + 1] * scale, T{});
   }
 };
 
@@ -226,14 +232,16 @@ template <class C, Recipe kRecipe>
 constexpr int kBlocksPerSm = kRecipe == Recipe::kCudnn && C::kBlocksPerSm > 2 ? 2 : C::kBlocksPerSm;
 
 template <class C, class T, Recipe kRecipe>
-__global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>) forward_kernel(const __grid_constant__ ForwardArgs args) {
+__global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>)
+    forward_kernel(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char raw[];
   auto& smem = *reinterpret_cast<ForwardSmem<C, T>*>(raw);
   const ForwardParams& p = args.p;
   const AttentionShape& shape = p.shape;
   // The last query tiles see the most keys under a causal mask: they start first.
   const int64_t tile_q = args.tiles_q - 1 - blockIdx.x % args.tiles_q, head = blockIdx.x / args.tiles_q;
-  const int64_t b = head / shape.heads_q, h = head % shape.heads_q, h_kv = h / (shape.heads_q / shape.heads_kv);
+  const int64_t b = head / shape.heads_q, h = head % shape.heads_q,
+                h_kv = h / (shape.heads_q / shape.heads_kv);
   const int64_t first_row = tile_q * C::kTileQ, offset = shape.seq_k - shape.seq_q;
   const int64_t last_row = min(first_row + C::kTileQ, shape.seq_q) - 1;
   const int64_t keys = p.causal ? max(last_row + 1 + offset, int64_t{0}) : shape.seq_k;
@@ -245,7 +253,9 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>) forward
   tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, Quantized> k_loader(k, p.k.stride_s);
   tile::RowLoader<C::kHeadDim, C::kTileK, C::kThreads, KeyRows, T> v_loader(v, p.v.stride_s);
   const int seq_k = static_cast<int>(shape.seq_k);
-  const auto load_k = [&](int j) { k_loader.load(ptx::smem_addr(smem.k[j % C::kStages]), seq_k - j * C::kTileK); };
+  const auto load_k = [&](int j) {
+    k_loader.load(ptx::smem_addr(smem.k[j % C::kStages]), seq_k - j * C::kTileK);
+  };
   const auto load_kv = [&](int j) {
     load_k(j);
     v_loader.load(ptx::smem_addr(smem.v[j % C::kStages]), seq_k - j * C::kTileK);
@@ -253,14 +263,14 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>) forward
 
   ForwardWarp<C, T, kRecipe> warp;
   constexpr int kStageBytes = sizeof(smem.k[0]);
-  const auto q = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.q)).shift(threadIdx.x / 32 * kWarpRows *
-                                                                             C::kHeadDim * 2);
+  const auto q = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.q))
+                     .shift(threadIdx.x / 32 * kWarpRows * C::kHeadDim * 2);
   // These follow the stage in use: kept once, not once for each stage.
   static_assert(C::kStages == 2);
   auto k_lane = keys_as_columns<C::kHeadDim>(ptx::smem_addr(smem.k));
   auto v_lane = keys_summed_over<C::kHeadDim>(ptx::smem_addr(smem.v));
   const int64_t row = first_row + threadIdx.x / 32 * kWarpRows + warp.lane / 4;
-  const auto masked_scores = [&](int j, float(&s)[C::kTileK / 8][4]) {
+  const auto masked_scores = [&](int j, float (&s)[C::kTileK / 8][4]) {
     warp.scores(q, k_lane, s);
     const int64_t from = int64_t{j} * C::kTileK;
     if (from + C::kTileK > (p.causal ? min(first_row + 1 + offset, shape.seq_k) : shape.seq_k)) {
@@ -317,11 +327,13 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   constexpr int kBytes = sizeof(ForwardSmem<C, T>);
   static_assert(kBytes <= kSmemLimit, "must fit the shared memory of compute capability 12.x");
   const auto kernel = forward_kernel<C, T, kRecipe>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   const int64_t tiles_q = (p.shape.seq_q + C::kTileQ - 1) / C::kTileQ;
   const ForwardArgs args{p, static_cast<int>(tiles_q), p.softmax_scale * 1.4426950408889634f};
-  kernel<<<static_cast<unsigned>(tiles_q * p.shape.batch * p.shape.heads_q), C::kThreads, kBytes, stream>>>(args);
+  kernel<<<static_cast<unsigned>(tiles_q * p.shape.batch * p.shape.heads_q), C::kThreads, kBytes, stream>>>(
+      args);
   return cudaGetLastError();
 }
 
@@ -344,7 +356,8 @@ cudaError_t launch_head_dim(const ForwardParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_forward(const ForwardParams& p, cudaStream_t stream) {
-  return p.dtype == DType::kFloat16 ? launch_head_dim<__half>(p, stream) : launch_head_dim<__nv_bfloat16>(p, stream);
+  return p.dtype == DType::kFloat16 ? launch_head_dim<__half>(p, stream)
+                                    : launch_head_dim<__nv_bfloat16>(p, stream);
 }
 
 }  // namespace attn_qat::mma_sync

@@ -1,7 +1,7 @@
 // Pieces that the backward kernels share: fragments, pointers, zeroing.
 #pragma once
-#include "cuda/mma_sync/kernels.h"
 #include "cuda/mma_sync/config.cuh"
+#include "cuda/mma_sync/kernels.h"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/tile/layout.cuh"
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ const T* head_pointer(const View& view, int64_t b, in
 }
 
 // How a lane addresses a tile of natural rows for
-//   A fragments: 16 rows, 16 columns; and B fragments of X in Y X: 16 rows summed over, 16 columns (transposed load),
+//   A fragments: 16 rows, 16 columns; B fragments of X in Y X: 16 rows summed over, 16 columns, transposed;
 //   B fragments of X in Y X^T: 16 rows as columns, summed over 16 columns.
 template <int kHeadDim>
 __device__ __forceinline__ tile::LaneAddresses<kHeadDim> rows_then_columns(ptx::SmemAddr t,
@@ -51,17 +51,20 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[kHeadDim / 8][4], con
 
 // Stores 16 accumulator rows times `scale`, those below `valid_rows`.
 template <int kHeadDim, class T>
-__device__ __forceinline__ void store_rows(const View& view, int64_t b, int64_t h, int64_t first_row, int64_t valid_rows,
-                                           const float (&acc)[kHeadDim / 8][4], float scale) {
+__device__ __forceinline__ void store_rows(const View& view, int64_t b, int64_t h, int64_t first_row,
+                                           int64_t valid_rows, const float (&acc)[kHeadDim / 8][4],
+                                           float scale) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int64_t row = first_row + lane / 4 + 8 * r;
     if (row >= valid_rows) continue;
-    T* to = static_cast<T*>(view.data) + b * view.stride_b + h * view.stride_h + row * view.stride_s + lane % 4 * 2;
+    T* to = static_cast<T*>(view.data) + b * view.stride_b + h * view.stride_h + row * view.stride_s +
+            lane % 4 * 2;
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d)
-      *reinterpret_cast<uint32_t*>(to + 8 * d) = tile::pack(acc[d][2 * r] * scale, acc[d][2 * r + 1] * scale, T{});
+      *reinterpret_cast<uint32_t*>(to + 8 * d) =
+          tile::pack(acc[d][2 * r] * scale, acc[d][2 * r + 1] * scale, T{});
   }
 }
 

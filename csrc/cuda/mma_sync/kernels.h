@@ -1,4 +1,5 @@
-// The kernels of this family on operands that are already quantised: Q^ and K^ in BF16, V^ in the input dtype.
+// The kernels of this family on operands that are already quantised: Q^ and K^ in BF16, V^ in the input
+// dtype.
 #pragma once
 #include "cuda/launch.h"
 

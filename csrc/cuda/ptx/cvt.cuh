@@ -13,7 +13,9 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e2m1x2_f32(float high, floa
   uint32_t codes;
   asm("{ .reg .b8 pair;\n"
       "  cvt.rn.satfinite.e2m1x2.f32 pair, %1, %2;\n"
-      "  cvt.u32.u8 %0, pair; }" : "=r"(codes) : "f"(high), "f"(low));
+      "  cvt.u32.u8 %0, pair; }"
+      : "=r"(codes)
+      : "f"(high), "f"(low));
   return codes;
 }
 
@@ -22,7 +24,9 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_e2m1x2(uint32_t codes) {
   uint32_t halves;
   asm("{ .reg .b8 pair;\n"
       "  cvt.u8.u32 pair, %1;\n"
-      "  cvt.rn.f16x2.e2m1x2 %0, pair; }" : "=r"(halves) : "r"(codes));
+      "  cvt.rn.f16x2.e2m1x2 %0, pair; }"
+      : "=r"(halves)
+      : "r"(codes));
   return halves;
 }
 #else

@@ -19,7 +19,8 @@ __device__ __forceinline__ int laneid() {
   return lane;
 }
 
-// PTX ISA: ldmatrix. Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// PTX ISA: ldmatrix. Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix
+// l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SmemAddr row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -42,7 +43,9 @@ __device__ __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool 
 }
 
 // PTX ISA: cp.async.commit_group
-__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // PTX ISA: cp.async.wait_group: all but the newest kGroups of this thread's groups have landed.
 template <int kGroups>

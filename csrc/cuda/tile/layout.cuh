@@ -1,5 +1,5 @@
-// Operand tiles in shared memory: rows of kHeadDim 16-bit elements, cut into 16-byte chunks that are XOR-swizzled so that
-// the eight rows of an ldmatrix matrix never share a bank.
+// Operand tiles in shared memory: rows of kHeadDim 16-bit elements, cut into 16-byte chunks that are
+// XOR-swizzled so that the eight rows of an ldmatrix matrix never share a bank.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -26,17 +26,21 @@ __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
   return static_cast<uint32_t>((row * (kHeadDim / kChunk) + (chunk ^ Rows::swizzle(row))) * 16);
 }
 
-// Copies tiles of kRows rows from global memory with cp.async, all threads together; missing rows become zero.
+// Copies tiles of kRows rows from global memory with cp.async, all threads together; missing rows become
+// zero.
 template <int kHeadDim, int kRows, int kThreads, class Rows, class T>
 class RowLoader {
   static constexpr int kChunks = kHeadDim / kChunk, kRowsPerPass = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kRowsPerPass == 0, "each pass copies whole rows");
 
  public:
-  __device__ RowLoader(const T* first, int64_t stride) : pass_bytes_(stride * kRowsPerPass * 2) { restart(first); }
+  __device__ RowLoader(const T* first, int64_t stride) : pass_bytes_(stride * kRowsPerPass * 2) {
+    restart(first);
+  }
 
   __device__ void restart(const T* first) {
-    source_ = reinterpret_cast<const char*>(first + row() * (pass_bytes_ / (kRowsPerPass * 2)) + chunk() * kChunk);
+    source_ =
+        reinterpret_cast<const char*>(first + row() * (pass_bytes_ / (kRowsPerPass * 2)) + chunk() * kChunk);
   }
 
   // Starts the copy of the next kRows rows, of which `rows` exist.
@@ -53,12 +57,12 @@ class RowLoader {
   __device__ static int chunk() { return threadIdx.x % kChunks; }
   __device__ static int row() { return threadIdx.x / kChunks; }
 
-  const char* source_;   // this thread's chunk of its next row
+  const char* source_;  // this thread's chunk of its next row
   int64_t pass_bytes_;
 };
 
-// Addresses that one lane gives to ldmatrix, for every 16 columns of a tile: the swizzle takes one of four values, the
-// rest are constants that fold into the instruction. `shift` moves them to another tile.
+// Addresses that one lane gives to ldmatrix, for every 16 columns of a tile: the swizzle takes one of four
+// values, the rest are constants that fold into the instruction. `shift` moves them to another tile.
 template <int kHeadDim>
 struct LaneAddresses {
   uint32_t column[4];

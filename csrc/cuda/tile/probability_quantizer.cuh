@@ -1,8 +1,8 @@
 // The quantiser of P in registers: format/nvfp4.h in a form that costs few instructions.
 //
-// Blocks of P hold values >= 0 whose scale is known before them. y = p * (1 / s) may be two last places off the exact
-// quotient, no more than ex2.approx is off in p; forward and backward take the same y and so the same code. Tensors,
-// where bits count, go through tile/quantize.cuh.
+// Blocks of P hold values >= 0 whose scale is known before them. y = p * (1 / s) may be two last places off
+// the exact quotient, no more than ex2.approx is off in p; forward and backward take the same y and so the
+// same code. Tensors, where bits count, go through tile/quantize.cuh.
 #pragma once
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/quantize.cuh"
@@ -23,7 +23,8 @@ __device__ __forceinline__ BlockScale block_scale(float largest, float gain) {
   return s;
 }
 
-// p0, p1 (not negative) become code * factor, where factor is the block's scale times whatever the caller folds in.
+// p0, p1 (not negative) become code * factor, where factor is the block's scale times whatever the caller
+// folds in.
 __device__ __forceinline__ void quantize_pair(float& p0, float& p1, float reciprocal, float factor) {
 #if ATTN_QAT_HAS_E2M1
   const uint32_t codes = ptx::cvt_rn_satfinite_e2m1x2_f32(p1 * reciprocal, p0 * reciprocal);
