@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help build demo test cuda-tools clean
+.PHONY: help build demo test-tools test test-gpu cuda-tools clean
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "Also: make build, make cuda-tools (nvcc from PyPI, into .venv), make clean."
+	@echo "Also: make build, make test-gpu, make cuda-tools (nvcc from PyPI, into .venv), make clean."
 
 # Whether a python imports a torch that will do: $(call has_torch,python)
 has_torch = $(1) -c "import sys, torch; \
@@ -45,12 +45,18 @@ demo: build
 	$(BIN)/python -m attn_qat demo
 
 # GoogleTest: the system's, else its sources from PyPI. CMakeLists.txt looks in the same order.
-test: build
+test-tools: build
 	@test $(VENV)/test -nt pyproject.toml || { $(PIP) install --no-build-isolation -e '.[test]' && \
 	  { test -f /usr/include/gtest/gtest.h || $(PIP) install ros-gtest-vendor==1.15.1 || \
 	    $(call stop,no GoogleTest: install libgtest-dev (Debian) or: pip install ros-gtest-vendor); } && \
 	  touch $(VENV)/test; }
+
+test: test-tools
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The same suite on a GPU, then every kernel under compute-sanitizer; the last line is a summary.
+test-gpu: test-tools
+	$(BIN)/python tools/test_gpu.py
 
 # The CUDA compiler without root; `make build` then finds it.
 cuda-tools: $(VENV)/ready

@@ -21,7 +21,9 @@ def quantised_probabilities(case, saved, first_key: int):
     one_hot = torch.eye(dim, device=case.q.device, dtype=case.q.dtype)
     v = torch.zeros_like(case.v)
     v[:, :, window] = 6 * one_hot
-    out, high_precision_out, lse, row_exponent = torch.ops.attn_qat.forward(case.q, case.k, v, *case.options("fp4"))
+    out, high_precision_out, lse, row_exponent = torch.ops.attn_qat.forward(
+        case.q, case.k, v, *case.options("fp4")
+    )
     forward = out[0, 0].float() / 6
     backward = torch.empty(seq, dim, device=case.q.device)
     for first_row in range(0, seq, dim):

@@ -29,7 +29,9 @@ def cuda_tool(name):
 def cuobjdump(*options):
     tool = cuda_tool("cuobjdump")
     environment = {**os.environ, "PATH": os.pathsep.join([str(Path(tool).parent), os.environ["PATH"]])}
-    done = subprocess.run([tool, *options, str(LIBRARY)], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [tool, *options, str(LIBRARY)], capture_output=True, text=True, env=environment, check=True
+    )
     return done.stdout
 
 
@@ -68,7 +70,8 @@ def test_each_kernel_family_has_kernels(folder):  # a file of it may hold launch
 def test_fake_quantize_has_a_wide_and_a_scalar_kernel_for_each_dtype_and_axis(target):
     names = " ".join(kernels_of("common/quantize", target))
     assert sorted(re.findall(r"fake_quantize_along_(rows|cols)I(?:\d+__)?(\w+?)Li", names)) == sorted(
-        2 * [(axis, dtype) for axis in ("rows", "cols") for dtype in ("f", "half", "nv_bfloat16")])
+        2 * [(axis, dtype) for axis in ("rows", "cols") for dtype in ("f", "half", "nv_bfloat16")]
+    )
 
 
 @pytest.mark.parametrize("target", INFO["targets"])
@@ -82,7 +85,9 @@ def test_quantises_by_hardware_where_there_is_one(target):
 def resources(target):
     """Kernel (mangled name) -> {"REG": ..., "STACK": ..., "SHARED": ..., "LOCAL": ...}."""
     found = re.findall(r"Function (\S+):\s+(REG:.*)", cuobjdump("--dump-resource-usage", "-arch", target))
-    return {name: {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage)} for name, usage in found}
+    return {
+        name: {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage)} for name, usage in found
+    }
 
 
 @pytest.mark.parametrize("target", INFO["targets"])
@@ -92,7 +97,7 @@ def test_no_kernel_spills_or_exceeds_its_registers(target):
     for name, used in usage.items():
         assert used["REG"] <= 255 and used["STACK"] == 0 and used["LOCAL"] == 0, (name, used)
         assert not re.search(r"\b(LDL|STL)\b", machine_code(target)[name]), name
-        assert used["SHARED"] <= 48 << 10, (name, used)  # static: what exceeds it is dynamic, checked when compiled
+        assert used["SHARED"] <= 48 << 10, (name, used)  # static; the dynamic part is checked when compiled
 
 
 MATMUL_SOURCES = [s for s in INFO["kernels"] if re.fullmatch(r"mma_sync/(forward|backward_\w+)", s)]

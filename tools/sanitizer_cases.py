@@ -29,7 +29,8 @@ def check_attention(shape, head_dim, dtype, recipe):
     def draw(heads, length):  # laid out as (B, S, H, D), passed as the transposed view
         return torch.randn(batch, length, heads, head_dim).to(dtype).transpose(1, 2)
 
-    q, k, v, grad_out = draw(heads_q, queries), draw(heads_kv, keys), draw(heads_kv, keys), draw(heads_q, queries)
+    q, grad_out = draw(heads_q, queries), draw(heads_q, queries)
+    k, v = draw(heads_kv, keys), draw(heads_kv, keys)
     options = head_dim**-0.5, causal, recipe
     want = ops.forward(q, k, v, *options)
     gpu = [x.cuda() for x in (q, k, v, grad_out)]
@@ -58,7 +59,8 @@ def check_formats(dtype, axis):
 def main():
     torch.manual_seed(0)
     half = (torch.bfloat16, torch.float16)
-    for shape, head_dim, dtype, recipe in itertools.product(SHAPES, (64, 128), half, ("cudnn", "fp4", "fp4_qk")):
+    recipes = "cudnn", "fp4", "fp4_qk"
+    for shape, head_dim, dtype, recipe in itertools.product(SHAPES, (64, 128), half, recipes):
         check_attention(shape, head_dim, dtype, recipe)
     for dtype, axis in itertools.product((*half, torch.float32), (-1, -2)):
         check_formats(dtype, axis)

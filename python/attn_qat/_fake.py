@@ -30,7 +30,8 @@ def _shape(sizes) -> str:
 
 def _check_dtype(op, name, x) -> None:
     _check(
-        x.dtype in DTYPES, lambda: f"{op}: {name} has dtype {_name(x.dtype)}, takes bfloat16, float16 or float32"
+        x.dtype in DTYPES,
+        lambda: f"{op}: {name} has dtype {_name(x.dtype)}, takes bfloat16, float16 or float32",
     )
 
 
@@ -93,8 +94,10 @@ def _check_attention(op, q, k, v, recipe="fp4") -> None:
         _check_shape(op, name, x, (batch, heads_kv, seq_k, head_dim))
     _check(
         heads_q % heads_kv == 0 if heads_kv > 0 else heads_q == 0,
-        lambda: f"{op}: k has {heads_kv} heads and q {heads_q}, "
-        "takes a number of kv heads that divides the query heads",
+        lambda: (
+            f"{op}: k has {heads_kv} heads and q {heads_q}, "
+            "takes a number of kv heads that divides the query heads"
+        ),
     )
     _check(recipe in RECIPES, lambda: f"{op}: recipe is '{recipe}', takes 'cudnn', 'fp4' or 'fp4_qk'")
 
@@ -157,7 +160,9 @@ def _quantize(x, axis=-1, global_scale=None, tiled_scales=False):
     rows_axis = _along_rows(op, axis, dims)
     rows, cols = (x.shape[-2] if dims > 1 else 1), x.shape[-1]
     lines, length = (cols, rows) if rows_axis else (rows, cols)
-    _check(length % 2 == 0, lambda: f"{op}: x has length {length} along the quantised axis, takes an even one")
+    _check(
+        length % 2 == 0, lambda: f"{op}: x has length {length} along the quantised axis, takes an even one"
+    )
     _check_global_scale(op, global_scale, x)
     leading = x.shape[:-2]
     data = x.new_empty([*leading, lines, length // 2] if dims > 1 else [length // 2], dtype=torch.uint8)
@@ -174,7 +179,9 @@ def _dequantize(data, scales, dtype, axis=-1, global_scale=None, tiled_scales=Fa
     _check_dims(op, "data", data)
     rows_axis = _along_rows(op, axis, dims)
     leading, lines, length = data.shape[:-2], (data.shape[-2] if dims > 1 else 1), data.shape[-1] * 2
-    _check_shape(op, "scales", scales, _scales_shape(leading, lines, _ceil_div(length, BLOCK), tiled_scales, dims))
+    _check_shape(
+        op, "scales", scales, _scales_shape(leading, lines, _ceil_div(length, BLOCK), tiled_scales, dims)
+    )
     _check_global_scale(op, global_scale, data)
     _check(dtype in DTYPES, lambda: f"{op}: dtype is {_name(dtype)}, takes bfloat16, float16 or float32")
     if dims == 1:
@@ -205,9 +212,7 @@ def _preprocess(high_precision_out, grad_out):
 
 
 @torch.library.register_fake("attn_qat::backward_dq")
-def _backward_dq(
-    grad_out, q, k, v, lse, delta, softmax_scale, is_causal, recipe="cudnn", row_exponent=None
-):
+def _backward_dq(grad_out, q, k, v, lse, delta, softmax_scale, is_causal, recipe="cudnn", row_exponent=None):
     _check_backward("backward_dq", grad_out, q, k, v, lse, recipe, row_exponent)
     _check_row_values("backward_dq", "delta", delta, q, torch.float32)
     return q.new_empty(q.shape)
@@ -233,7 +238,21 @@ def _backward(
 
 @torch.library.register_fake("attn_qat::backward.out")
 def _backward_out(
-    grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, recipe, row_exponent, workspace, *, dq, dk, dv
+    grad_out,
+    q,
+    k,
+    v,
+    high_precision_out,
+    lse,
+    softmax_scale,
+    is_causal,
+    recipe,
+    row_exponent,
+    workspace,
+    *,
+    dq,
+    dk,
+    dv,
 ):
     op = "backward.out"
     _check_backward(op, grad_out, q, k, v, lse, recipe, row_exponent)

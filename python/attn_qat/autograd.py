@@ -45,7 +45,9 @@ torch.library.register_autograd("attn_qat::fake_quantize", _straight_through, se
 
 def _refuse_gradient(op: str):
     def backward(ctx, *_):
-        raise NotImplementedError(f"attn_qat::{op} has no gradient: attention can be differentiated once only")
+        raise NotImplementedError(
+            f"attn_qat::{op} has no gradient: attention can be differentiated once only"
+        )
 
     return backward
 

@@ -15,7 +15,11 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, *, recipe: str | Recipe = Recipe.FP4, is_causal: bool = False, softmax_scale: float | None = None
+        self,
+        *,
+        recipe: str | Recipe = Recipe.FP4,
+        is_causal: bool = False,
+        softmax_scale: float | None = None,
     ):
         super().__init__()
         self.recipe = Recipe(recipe)

@@ -62,7 +62,12 @@ def dequantize(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool = False, recipe: str | Recipe = Recipe.FP4
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    is_causal: bool = False,
+    recipe: str | Recipe = Recipe.FP4,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention with FP4 operands: (out, high_precision_out, lse, row_exponent).
 
@@ -133,7 +138,17 @@ def backward(
     The same bits on every run.
     """
     return _call(
-        _ops.backward, grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, str(recipe), row_exponent
+        _ops.backward,
+        grad_out,
+        q,
+        k,
+        v,
+        high_precision_out,
+        lse,
+        softmax_scale,
+        is_causal,
+        str(recipe),
+        row_exponent,
     )
 
 
@@ -161,6 +176,19 @@ def backward_out(
 ) -> None:
     """`backward` into caller-owned dq, dk, dv: allocates nothing. `workspace`: see `backward_workspace_bytes`."""
     _call(
-        _ops.backward.out, grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, str(recipe), row_exponent, workspace,
-        dq=dq, dk=dk, dv=dv,
+        _ops.backward.out,
+        grad_out,
+        q,
+        k,
+        v,
+        high_precision_out,
+        lse,
+        softmax_scale,
+        is_causal,
+        str(recipe),
+        row_exponent,
+        workspace,
+        dq=dq,
+        dk=dk,
+        dv=dv,
     )

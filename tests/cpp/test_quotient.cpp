@@ -77,5 +77,22 @@ TEST(Quotient, IsNaNUnderANaNScale) {
   EXPECT_TRUE(std::isnan(quotient_of(1.0f, nvfp4::block_scale(nvfp4::kInfinityBits))));
 }
 
+TEST(RefinedReciprocal, IsTheNearestForEveryScale) {
+  for (int byte = kFirstScale; byte <= kLastScale; ++byte) {
+    const float scale = nvfp4::e4m3_decode(static_cast<uint8_t>(byte));
+    for (int steps = -2; steps <= 2; ++steps)
+      ASSERT_EQ(tile::refined_reciprocal(ulps_away(1.0f / scale, steps), scale), 1.0f / scale) << scale;
+  }
+}
+
+// What the software path takes instead of a conversion, in units of one and of 2^8.
+TEST(RoundE2m1, IsTheNearestCodeInAnyUnit) {
+  for (uint32_t bits = 0; bits <= float_bits(nvfp4::kE2m1Max); bits += 251) {
+    const float y = bits_float(bits), want = nvfp4::e2m1_magnitude(y, 1.0f);
+    for (float unit : {1.0f, 0x1p8f})
+      ASSERT_EQ(tile::round_e2m1_times_2pow_minus_22(y * unit, unit), want * unit * 0x1p-22f) << y;
+  }
+}
+
 }  // namespace
 }  // namespace attn_qat
