@@ -27,8 +27,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("e2m1_encode", &nvfp4::e2m1_encode, py::arg("x"), py::arg("scale") = 1.0f,
         "4-bit code of x / scale: nearest even, saturated at 6");
   m.def("e2m1_decode", &nvfp4::e2m1_decode, py::arg("code"));
-  m.def("e4m3_encode", [](float x) { return nvfp4::e4m3_encode(nvfp4::e4m3_round(x)); }, py::arg("x"),
-        "Byte of x >= 0: nearest even, saturated at 448");
+  m.def(
+      "e4m3_encode", [](float x) { return nvfp4::e4m3_encode(nvfp4::e4m3_round(x)); }, py::arg("x"),
+      "Byte of x >= 0: nearest even, saturated at 448");
   m.def("e4m3_decode", &nvfp4::e4m3_decode, py::arg("byte"));
   m.def("block_scale", &block_scale, py::arg("amax"), "Scale of a block whose largest magnitude is amax");
   m.def("fake_quantize", &nvfp4::fake_quantize, py::arg("x"), py::arg("scale"), "Nearest code * scale of x");

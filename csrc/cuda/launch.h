@@ -20,8 +20,10 @@ struct alignas(16) RowStatistics {
 
 namespace common {  // kernels that need no special unit
 
-const char* why_not(const QuantizeParams&);
+const char* why_not(const QuantizeParams&);  // of all three
 cudaError_t fake_quantize(const QuantizeParams&, cudaStream_t);
+cudaError_t quantize(const QuantizeParams&, cudaStream_t);  // padding of tiled scales is left as it is
+cudaError_t dequantize(const QuantizeParams&, cudaStream_t);
 
 const char* why_not(const PreprocessParams&);
 cudaError_t preprocess(const PreprocessParams&, cudaStream_t);
@@ -36,7 +38,7 @@ struct OperandParams {
   void *q_hat, *k_hat, *v_hat;  // v_hat nullptr: V is not quantised
   AttentionShape shape;
   Recipe recipe;
-  DType dtype;                  // BF16 or FP16
+  DType dtype;  // BF16 or FP16
 };
 cudaError_t quantize_operands(const OperandParams&, cudaStream_t);
 

@@ -15,7 +15,8 @@
 #include "cuda/launch.h"
 
 // Defined by libtorch_cuda.so alone: null beside a torch without CUDA.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
+                                                                                   void** stream);
 
 namespace attn_qat::torch_glue {
 namespace {
@@ -33,23 +34,34 @@ constexpr Family<QuantizeParams> kFakeQuantize[] = {
     {"common", common::why_not, [](const QuantizeParams&) { return size_t{0}; },
      [](const QuantizeParams& p, void*, cudaStream_t s) { return common::fake_quantize(p, s); }}};
 
+constexpr Family<QuantizeParams> kQuantize[] = {
+    {"common", common::why_not, [](const QuantizeParams&) { return size_t{0}; },
+     [](const QuantizeParams& p, void*, cudaStream_t s) { return common::quantize(p, s); }}};
+
+constexpr Family<QuantizeParams> kDequantize[] = {
+    {"common", common::why_not, [](const QuantizeParams&) { return size_t{0}; },
+     [](const QuantizeParams& p, void*, cudaStream_t s) { return common::dequantize(p, s); }}};
+
 constexpr Family<PreprocessParams> kPreprocess[] = {
     {"common", common::why_not, [](const PreprocessParams&) { return size_t{0}; },
      [](const PreprocessParams& p, void*, cudaStream_t s) { return common::preprocess(p, s); }}};
 
 constexpr Family<ForwardParams> kForward[] = {
     {"mma_sync", mma_sync::why_not,
-     [](const ForwardParams& p) { return mma_sync::forward_workspace_bytes(p.shape, p.recipe); }, mma_sync::forward}};
+     [](const ForwardParams& p) { return mma_sync::forward_workspace_bytes(p.shape, p.recipe); },
+     mma_sync::forward}};
 
 constexpr Family<BackwardParams> kBackward[] = {
     {"mma_sync", mma_sync::why_not,
-     [](const BackwardParams& p) { return mma_sync::backward_workspace_bytes(p.shape); }, mma_sync::backward}};
+     [](const BackwardParams& p) { return mma_sync::backward_workspace_bytes(p.shape); },
+     mma_sync::backward}};
 
 void check_cuda(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return;
   std::ostringstream text;
   text << op << ": CUDA reports " << cudaGetErrorString(status);
-  if (status == cudaErrorInsufficientDriver) text << " (the CUDA 13 runtime needs a driver of series 580 or newer)";
+  if (status == cudaErrorInsufficientDriver)
+    text << " (the CUDA 13 runtime needs a driver of series 580 or newer)";
   throw std::runtime_error(text.str());
 }
 
@@ -60,8 +72,9 @@ void check_target(const char* op, int device) {
   check_cuda(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   const std::string target = "sm_" + std::to_string(major * 10 + minor) + "a";
   if ((" " + std::string(ATTN_QAT_CUDA_TARGETS) + " ").find(" " + target + " ") == std::string::npos)
-    throw std::runtime_error(std::string(op) + ": no CUDA kernel for compute capability " + std::to_string(major) + "." +
-                             std::to_string(minor) + "; this build holds " ATTN_QAT_CUDA_TARGETS);
+    throw std::runtime_error(std::string(op) + ": no CUDA kernel for compute capability " +
+                             std::to_string(major) + "." + std::to_string(minor) +
+                             "; this build holds " ATTN_QAT_CUDA_TARGETS);
 }
 
 cudaStream_t current_stream(const char* op, int device) {
@@ -84,7 +97,8 @@ const Family<Params>& choose(const char* op, const Family<Params> (&families)[kC
 
 // `given`: the caller's workspace, or nullptr to take one from torch's allocator.
 template <class Params, size_t kCount>
-void run(const char* op, const Family<Params> (&families)[kCount], const Params& p, void* given, const Tensor& on) {
+void run(const char* op, const Family<Params> (&families)[kCount], const Params& p, void* given,
+         const Tensor& on) {
   const int device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   check_target(op, device);
@@ -104,7 +118,15 @@ void cuda_fake_quantize(const QuantizeParams& p, const Tensor& on) {
   run("fake_quantize", kFakeQuantize, p, nullptr, on);
 }
 
-void cuda_preprocess(const PreprocessParams& p, const Tensor& on) { run("preprocess", kPreprocess, p, nullptr, on); }
+void cuda_quantize(const QuantizeParams& p, const Tensor& on) { run("quantize", kQuantize, p, nullptr, on); }
+
+void cuda_dequantize(const QuantizeParams& p, const Tensor& on) {
+  run("dequantize", kDequantize, p, nullptr, on);
+}
+
+void cuda_preprocess(const PreprocessParams& p, const Tensor& on) {
+  run("preprocess", kPreprocess, p, nullptr, on);
+}
 
 void cuda_forward(const ForwardParams& p, const Tensor& on) { run("forward", kForward, p, nullptr, on); }
 
@@ -128,9 +150,13 @@ size_t cuda_backward_workspace_bytes(const AttentionShape& shape) {
 
 namespace attn_qat::torch_glue {
 
-[[noreturn]] static void refuse_cuda() { throw std::runtime_error("attn_qat: this build has no CUDA kernels"); }
+[[noreturn]] static void refuse_cuda() {
+  throw std::runtime_error("attn_qat: this build has no CUDA kernels");
+}
 
 void cuda_fake_quantize(const QuantizeParams&, const Tensor&) { refuse_cuda(); }
+void cuda_quantize(const QuantizeParams&, const Tensor&) { refuse_cuda(); }
+void cuda_dequantize(const QuantizeParams&, const Tensor&) { refuse_cuda(); }
 void cuda_preprocess(const PreprocessParams&, const Tensor&) { refuse_cuda(); }
 void cuda_forward(const ForwardParams&, const Tensor&) { refuse_cuda(); }
 void cuda_backward(const BackwardParams&, const Tensor&) { refuse_cuda(); }

@@ -6,10 +6,12 @@ namespace attn_qat::torch_glue {
 
 // All run on the device and current stream of `on`; the current device is the same afterwards.
 void cuda_fake_quantize(const QuantizeParams&, const Tensor& on);
+void cuda_quantize(const QuantizeParams&, const Tensor& on);
+void cuda_dequantize(const QuantizeParams&, const Tensor& on);
 void cuda_preprocess(const PreprocessParams&, const Tensor& on);
 void cuda_forward(const ForwardParams&, const Tensor& on);
 void cuda_backward(const BackwardParams&, const Tensor& on);
 void cuda_backward(const BackwardParams&, void* workspace, const Tensor& on);  // allocates nothing
-size_t cuda_backward_workspace_bytes(const AttentionShape&);                  // whichever family runs
+size_t cuda_backward_workspace_bytes(const AttentionShape&);                   // whichever family runs
 
 }  // namespace attn_qat::torch_glue

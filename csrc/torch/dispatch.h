@@ -12,10 +12,13 @@ cpu::Executor torch_executor();
 int max_workers();
 
 // FP32, one element, on the device of `like`; on the CPU also checked to be finite and positive.
-const float* check_global_scale(const char* op, const std::optional<Tensor>& global_scale, const Tensor& like);
+const float* check_global_scale(const char* op, const std::optional<Tensor>& global_scale,
+                                const Tensor& like);
 
 // Each runs on the device of `on`, with a workspace of its own where none is given.
 void launch_fake_quantize(const QuantizeParams&, const Tensor& on);
+void launch_quantize(const QuantizeParams&, const Tensor& on);
+void launch_dequantize(const QuantizeParams&, const Tensor& on);
 void launch_preprocess(const PreprocessParams&, const Tensor& on);
 void launch_forward(const ForwardParams&, const Tensor& on);
 void launch_backward(const BackwardParams&, const Tensor& on);

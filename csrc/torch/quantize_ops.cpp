@@ -24,8 +24,8 @@ bool along_rows(const char* op, int64_t axis, int64_t dims) {
 QuantizeParams pack(const char* op, const char* name, const Tensor& x, int64_t axis, DType dtype) {
   const int64_t dims = x.dim();
   ATTN_QAT_CHECK(dims >= 1 && dims <= 4, op, ": ", name, " has ", dims, " dimensions, takes 1 to 4");
-  ATTN_QAT_CHECK(x.stride(dims - 1) == 1 || x.size(dims - 1) <= 1 || x.numel() == 0, op, ": ", name, " has stride ",
-                 x.stride(dims - 1), " along its last dimension, takes 1");
+  ATTN_QAT_CHECK(x.stride(dims - 1) == 1 || x.size(dims - 1) <= 1 || x.numel() == 0, op, ": ", name,
+                 " has stride ", x.stride(dims - 1), " along its last dimension, takes 1");
   const auto size = [&](int64_t from_end) { return from_end <= dims ? x.size(dims - from_end) : 1; };
   const auto stride = [&](int64_t from_end) { return from_end <= dims ? x.stride(dims - from_end) : 0; };
   QuantizeParams p{};
@@ -42,14 +42,15 @@ std::vector<int64_t> leading_sizes(const Tensor& x) {
 }
 
 // Shape of packed data or scales: leading dimensions, lines, `length` along the quantised axis.
-std::vector<int64_t> packed_shape(const Tensor& x, std::vector<int64_t> leading, int64_t lines, int64_t length) {
+std::vector<int64_t> packed_shape(const Tensor& x, std::vector<int64_t> leading, int64_t lines,
+                                  int64_t length) {
   if (x.dim() > 1) leading.push_back(lines);
   leading.push_back(length);
   return leading;
 }
 
-std::vector<int64_t> scales_shape(const Tensor& x, const std::vector<int64_t>& leading, int64_t lines, int64_t blocks,
-                                  bool tiled) {
+std::vector<int64_t> scales_shape(const Tensor& x, const std::vector<int64_t>& leading, int64_t lines,
+                                  int64_t blocks, bool tiled) {
   if (!tiled) return packed_shape(x, leading, lines, blocks);
   auto shape = leading;
   shape.push_back(ceil_div(lines, 128) * 128);
@@ -72,7 +73,8 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, int64_t axis, const std::op
   constexpr auto op = "quantize";
   QuantizeParams p = pack(op, "x", x, axis, check_dtype({op, "x", x}));
   const int64_t length = p.along_rows ? p.rows : p.cols, lines = p.along_rows ? p.cols : p.rows;
-  ATTN_QAT_CHECK(length % 2 == 0, op, ": x has length ", length, " along the quantised axis, takes an even one");
+  ATTN_QAT_CHECK(length % 2 == 0, op, ": x has length ", length,
+                 " along the quantised axis, takes an even one");
   p.global_scale = check_global_scale(op, global_scale, x);
   p.tiled_scales = tiled_scales;
   const auto leading = leading_sizes(x);
@@ -83,7 +85,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, int64_t axis, const std::op
                                : torch::stable::new_empty(x, shape, ScalarType::Float8_e4m3fn);
   p.data = static_cast<uint8_t*>(data.mutable_data_ptr());
   p.scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
-  if (x.numel() > 0) cpu::quantize(p, torch_executor());
+  if (x.numel() > 0) launch_quantize(p, x);
   return {data, scales};
 }
 
@@ -114,7 +116,7 @@ Tensor dequantize(const Tensor& data, const Tensor& scales, ScalarType dtype, in
   p.scales = static_cast<uint8_t*>(scales.data_ptr());
   p.global_scale = scale;
   p.tiled_scales = tiled_scales;
-  if (out.numel() > 0) cpu::dequantize(p, torch_executor());
+  if (out.numel() > 0) launch_dequantize(p, out);
   return out;
 }
 
@@ -137,7 +139,11 @@ STABLE_TORCH_LIBRARY_IMPL(attn_qat, CPU, m) {
 }
 
 #if ATTN_QAT_CUDA
-STABLE_TORCH_LIBRARY_IMPL(attn_qat, CUDA, m) { m.impl("fake_quantize", TORCH_BOX(&fake_quantize)); }
+STABLE_TORCH_LIBRARY_IMPL(attn_qat, CUDA, m) {
+  m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
+  m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
+}
 #endif
 
 }  // namespace attn_qat::torch_glue

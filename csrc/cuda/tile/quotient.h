@@ -23,13 +23,21 @@ ATTN_QAT_HD float quotient(float x, float scale, float reciprocal) {
   return ::fmaf(::fmaf(-estimate, scale, x), reciprocal, estimate);
 }
 
-// The E2M1 magnitude nearest to 0 <= y <= 6, ties to the even code, times 2^-22.
+// 1 / scale rounded to nearest, from an estimate within two last places. The step squares the relative
+// error, to under 2^-42, and no E4M3 scale has a reciprocal that close to half way between two floats (the
+// host tests it).
+ATTN_QAT_HD float refined_reciprocal(float estimate, float scale) {
+  return ::fmaf(::fmaf(-estimate, scale, 1.0f), estimate, estimate);
+}
+
+// The E2M1 magnitude nearest to 0 <= y <= 6, ties to the even code, times 2^-22. Both in the same unit, any
+// power of two. Beyond 6 the result is no less than that of 6.
 //
-// With g any float in the binade whose last place is the E2M1 step at y, RN(g - y) rounds y to that step. max(y, 1.5)
-// is one for y' = y 2^-22: its last place is 2^-23, 2^-22, 2^-21 from 1, 2, 4 on, steps of 1/2, 1, 2 in y. At a tie g is
-// a multiple of many steps, so the even difference is the even code.
-ATTN_QAT_HD float round_e2m1_times_2pow_minus_22(float y) {
-  const float g = y > 1.5f ? y : 1.5f;
+// With g any float in the binade whose last place is the E2M1 step at y, RN(g - y) rounds y to that step.
+// max(y, 1.5) is one for y' = y 2^-22: its last place is 2^-23, 2^-22, 2^-21 from 1, 2, 4 on, steps of 1/2,
+// 1, 2 in y. At a tie g is a multiple of many steps, so the even difference is the even code.
+ATTN_QAT_HD float round_e2m1_times_2pow_minus_22(float y, float unit = 1.0f) {
+  const float g = y > 1.5f * unit ? y : 1.5f * unit;
   return g - ::fmaf(y, -0x1p-22f, g);
 }
 
