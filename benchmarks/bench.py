@@ -234,7 +234,7 @@ def main() -> int:
         print_list(options)
         return 0
     if options.device.type == "cuda":
-        torch.cuda.set_device(options.device)
+        torch.cuda.set_device(options.device.index or 0)
         options.device = torch.device("cuda", torch.cuda.current_device())
     where = environment.describe(options.device)
     report.print_environment(where)

@@ -66,19 +66,35 @@ def test_each_kernel_family_has_kernels(folder):  # a file of it may hold launch
     assert any(kernels_of(source, INFO["kernels"][source][0]) for source in sources)
 
 
-@pytest.mark.parametrize("target", INFO["targets"])
-def test_fake_quantize_has_a_wide_and_a_scalar_kernel_for_each_dtype_and_axis(target):
-    names = " ".join(kernels_of("common/quantize", target))
-    assert sorted(re.findall(r"fake_quantize_along_(rows|cols)I(?:\d+__)?(\w+?)Li", names)) == sorted(
-        2 * [(axis, dtype) for axis in ("rows", "cols") for dtype in ("f", "half", "nv_bfloat16")]
-    )
+QUANTISERS = {"common/quantize": "fake_quantize", "common/pack": "quantize", "common/unpack": "dequantize"}
 
 
 @pytest.mark.parametrize("target", INFO["targets"])
-def test_quantises_by_hardware_where_there_is_one(target):
+@pytest.mark.parametrize("source", QUANTISERS)
+def test_quantisers_have_wide_and_scalar_kernels_for_each_dtype_and_axis(source, target):
+    """Along columns both for flat tensors and for rows with strides."""
+    names = " ".join(kernels_of(source, target))
+    found = re.findall(rf"\d{QUANTISERS[source]}_along_(rows|cols)I(?:\d+__)?(\w+?)Li", names)
+    axes = 2 * ["rows"] + 4 * ["cols"]
+    assert sorted(found) == sorted((axis, dtype) for axis in axes for dtype in ("f", "half", "nv_bfloat16"))
+
+
+@pytest.mark.parametrize("target", INFO["targets"])
+@pytest.mark.parametrize("source", QUANTISERS)
+def test_quantises_by_hardware_where_there_is_one(source, target):
     wanted = target != "sm_90a"
-    for name in kernels_of("common/quantize", target):
+    for name in kernels_of(source, target):
         assert bool(re.search(r"\bF2FP\S*\.E2M1\.", machine_code(target)[name])) == wanted, name
+
+
+@pytest.mark.parametrize("target", INFO["targets"])
+@pytest.mark.parametrize("source", QUANTISERS)
+def test_values_move_sixteen_bytes_at_once(source, target):
+    """In the wide kernels: Li4 and Li8 are the words that a lane holds."""
+    access = r"\bSTG\.E\.128" if source == "common/unpack" else r"\bLDG\.E\.128"
+    for name in kernels_of(source, target):
+        wide = bool(re.search("Li[48]E", name))
+        assert bool(re.search(access, machine_code(target)[name])) == wide, name
 
 
 @cache
