@@ -17,6 +17,7 @@
 #include <type_traits>
 
 #include "cuda/mma_sync/fragments.cuh"
+#include "cuda/mma_sync/launch.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/probability_quantizer.cuh"
 
@@ -285,18 +286,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 
 template <class C, class T, Recipe kRecipe>
 cudaError_t launch(const BackwardParams& p, const RowStatistics* statistics, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardDkDvSmem<C, T>);
-  static_assert(kBytes <= kSmemLimit, "must fit the shared memory of compute capability 12.x");
-  const auto kernel = backward_dkdv_kernel<C, T, kRecipe>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   const int64_t tiles_k = (p.shape.seq_k + C::kTileK - 1) / C::kTileK;
-  const BackwardDkDvArgs args{p, statistics, static_cast<int>(tiles_k),
-                              p.softmax_scale * 1.4426950408889634f};
-  kernel<<<static_cast<unsigned>(tiles_k * p.shape.batch * p.shape.heads_kv), C::kThreads, kBytes, stream>>>(
-      args);
-  return cudaGetLastError();
+  const BackwardDkDvArgs args{p, statistics, static_cast<int>(tiles_k), p.softmax_scale * kLog2e};
+  return launch_tiles<C, BackwardDkDvSmem<C, T>>(backward_dkdv_kernel<C, T, kRecipe>, args,
+                                                 tiles_k * p.shape.batch * p.shape.heads_kv, stream);
 }
 
 template <class C, class T>

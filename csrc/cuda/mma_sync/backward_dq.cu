@@ -10,6 +10,7 @@
 #include <cstddef>
 
 #include "cuda/mma_sync/fragments.cuh"
+#include "cuda/mma_sync/launch.cuh"
 #include "cuda/ptx/math.cuh"
 
 namespace attn_qat::mma_sync {
@@ -172,17 +173,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 
 template <class C, class T>
 cudaError_t launch(const BackwardParams& p, const RowStatistics* statistics, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardDqSmem<C, T>);
-  static_assert(kBytes <= kSmemLimit, "must fit the shared memory of compute capability 12.x");
-  const auto kernel = backward_dq_kernel<C, T>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   const int64_t tiles_q = (p.shape.seq_q + C::kTileQ - 1) / C::kTileQ;
-  const BackwardDqArgs args{p, statistics, static_cast<int>(tiles_q), p.softmax_scale * 1.4426950408889634f};
-  kernel<<<static_cast<unsigned>(tiles_q * p.shape.batch * p.shape.heads_q), C::kThreads, kBytes, stream>>>(
-      args);
-  return cudaGetLastError();
+  const BackwardDqArgs args{p, statistics, static_cast<int>(tiles_q), p.softmax_scale * kLog2e};
+  return launch_tiles<C, BackwardDqSmem<C, T>>(backward_dq_kernel<C, T>, args,
+                                               tiles_q * p.shape.batch * p.shape.heads_q, stream);
 }
 
 template <class T>

@@ -18,6 +18,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/mma_sync/fragments.cuh"
+#include "cuda/mma_sync/launch.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/probability_quantizer.cuh"
 
@@ -324,17 +325,10 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>)
 
 template <class C, class T, Recipe kRecipe>
 cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(ForwardSmem<C, T>);
-  static_assert(kBytes <= kSmemLimit, "must fit the shared memory of compute capability 12.x");
-  const auto kernel = forward_kernel<C, T, kRecipe>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   const int64_t tiles_q = (p.shape.seq_q + C::kTileQ - 1) / C::kTileQ;
-  const ForwardArgs args{p, static_cast<int>(tiles_q), p.softmax_scale * 1.4426950408889634f};
-  kernel<<<static_cast<unsigned>(tiles_q * p.shape.batch * p.shape.heads_q), C::kThreads, kBytes, stream>>>(
-      args);
-  return cudaGetLastError();
+  const ForwardArgs args{p, static_cast<int>(tiles_q), p.softmax_scale * kLog2e};
+  return launch_tiles<C, ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe>, args,
+                                            tiles_q * p.shape.batch * p.shape.heads_q, stream);
 }
 
 template <class C, class T>
