@@ -5,11 +5,13 @@
 #include <cmath>
 #include <thread>
 
+#include "cpu/cpu.h"
 #include "cuda_dispatch.h"
 
 namespace attn_qat::torch_glue {
 
-int max_workers() {
+// Upper bound of the workers that any call in this process uses: caller-owned workspaces are sized for it.
+static int max_workers() {
   static const int workers = [] {
     const unsigned cores = std::thread::hardware_concurrency();
     return cores > 0 ? static_cast<int>(cores) : 1;
@@ -17,7 +19,8 @@ int max_workers() {
   return workers;
 }
 
-cpu::Executor torch_executor() {
+// Torch's own thread pool, at its current size.
+static cpu::Executor torch_executor() {
   const int threads = static_cast<int>(torch::stable::get_num_threads());
   const int workers = threads < max_workers() ? threads : max_workers();
   return {workers > 0 ? workers : 1, [](int count, void (*body)(void*, int), void* context) {

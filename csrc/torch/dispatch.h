@@ -1,15 +1,8 @@
 // From a packed problem to the kernel that runs it, by device.
 #pragma once
 #include "checks.h"
-#include "cpu/cpu.h"
 
 namespace attn_qat::torch_glue {
-
-// Torch's own thread pool, at its current size.
-cpu::Executor torch_executor();
-
-// Upper bound of the workers that any call in this process uses: caller-owned workspaces are sized for it.
-int max_workers();
 
 // FP32, one element, on the device of `like`; on the CPU also checked to be finite and positive.
 const float* check_global_scale(const char* op, const std::optional<Tensor>& global_scale,
