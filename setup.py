@@ -33,7 +33,7 @@ from _backend import TORCH_REQUIREMENT, TORCH_TARGET, find_torch, torch_version
 
 # Folder of csrc/cuda -> targets its kernels are compiled for. No PTX: an `a` target moves to no other device.
 ALL = ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
-KERNEL_ARCH = {"common": ALL, "mma_sync": ALL}
+KERNEL_ARCH = {"common": ALL, "mma_sync": ALL, "sm90": ["sm_90a"]}
 OLDEST_NVCC = (12, 9)  # the first that knows every target
 
 # csrc/cpu/*_<name>.cpp -> instruction set. All but "plain" exist on x86-64 only.

@@ -69,6 +69,7 @@ struct BackwardParams {
   AttentionShape shape;
   float softmax_scale;
   bool causal;
+  bool deterministic;  // the same bits on every run
   Recipe recipe;
   DType dtype;
 };

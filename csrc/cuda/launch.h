@@ -18,6 +18,12 @@ struct alignas(16) RowStatistics {
   float unused;
 };
 
+// The same of two neighbouring rows, for kernels that want them side by side.
+struct alignas(16) RowPairStatistics {
+  float exponent[2], delta[2], normaliser[2];
+  float normalised_delta[2];  // normaliser * delta
+};
+
 namespace common {  // kernels that need no special unit
 
 const char* why_not(const QuantizeParams&);  // of all three
@@ -31,11 +37,17 @@ cudaError_t preprocess(const PreprocessParams&, cudaStream_t);
 // RowStatistics of every query row [B, Hq, Sq]; delta is p.delta where given, else computed.
 cudaError_t row_statistics(const BackwardParams& p, RowStatistics* statistics, cudaStream_t);
 
+// In pairs, with padded_rows rows a head, an even number, those past the end zero. Also zeroes `counters`, at most one
+// for each row.
+cudaError_t row_pair_statistics(const BackwardParams& p, int64_t padded_rows, RowPairStatistics* statistics,
+                                int32_t* counters, int64_t counter_count, cudaStream_t);
+
 // Attention operands on their way to a matmul kernel: contiguous BHSD, Q^ and K^ in BF16, V^ in its own
 // dtype.
 struct OperandParams {
   View q, k, v;
   void *q_hat, *k_hat, *v_hat;  // v_hat nullptr: V is not quantised
+  int64_t padded_keys;          // rows of a head in k_hat and v_hat, those past the end zero
   AttentionShape shape;
   Recipe recipe;
   DType dtype;  // BF16 or FP16
@@ -54,4 +66,15 @@ cudaError_t forward(const ForwardParams&, void* workspace, cudaStream_t);
 cudaError_t backward(const BackwardParams&, void* workspace, cudaStream_t);
 
 }  // namespace mma_sync
+
+namespace sm90 {  // wgmma and tensor maps: compute capability 9.0
+
+const char* why_not(const ForwardParams&);
+const char* why_not(const BackwardParams&);
+size_t forward_workspace_bytes(const AttentionShape&, Recipe);
+size_t backward_workspace_bytes(const AttentionShape&);  // the most that any recipe needs
+cudaError_t forward(const ForwardParams&, void* workspace, cudaStream_t);
+cudaError_t backward(const BackwardParams&, void* workspace, cudaStream_t);
+
+}  // namespace sm90
 }  // namespace attn_qat

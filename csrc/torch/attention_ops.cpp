@@ -95,6 +95,7 @@ BackwardParams check_backward(const char* op, const BackwardInputs& in) {
   check_softmax_scale(op, in.softmax_scale);
   p.softmax_scale = static_cast<float>(in.softmax_scale);
   p.causal = in.is_causal;
+  p.deterministic = true;
   p.grad_out = view_of(in.grad_out), p.q = view_of(in.q), p.k = view_of(in.k), p.v = view_of(in.v);
   p.lse = static_cast<const float*>(in.lse.const_data_ptr());
   return p;
@@ -141,7 +142,8 @@ std::tuple<Tensor, Tensor> backward_dkdv(const Tensor& grad_out, const Tensor& q
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
                                             const Tensor& v, const Tensor& high_precision_out,
                                             const Tensor& lse, double softmax_scale, bool is_causal,
-                                            std::string recipe, std::optional<Tensor> row_exponent) {
+                                            std::string recipe, std::optional<Tensor> row_exponent,
+                                            bool deterministic) {
   constexpr auto op = "backward";
   BackwardParams p =
       check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
@@ -149,6 +151,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
   Tensor dq = torch::stable::new_empty(q, q.sizes());
   Tensor dk = torch::stable::new_empty(k, k.sizes()), dv = torch::stable::new_empty(v, v.sizes());
   p.dq = view_of(dq), p.dk = view_of(dk), p.dv = view_of(dv);
+  p.deterministic = deterministic;
   launch_backward(p, q);
   return {dq, dk, dv};
 }
@@ -163,7 +166,7 @@ void check_output(const Argument& out, const Argument& like) {
 void backward_out(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                   const Tensor& high_precision_out, const Tensor& lse, double softmax_scale, bool is_causal,
                   std::string recipe, std::optional<Tensor> row_exponent, const Tensor& workspace, Tensor dq,
-                  Tensor dk, Tensor dv) {
+                  Tensor dk, Tensor dv, bool deterministic) {
   constexpr auto op = "backward.out";
   BackwardParams p =
       check_backward(op, {grad_out, q, k, v, lse, softmax_scale, is_causal, recipe, row_exponent});
@@ -183,12 +186,32 @@ void backward_out(const Tensor& grad_out, const Tensor& q, const Tensor& k, cons
       ": workspace starts at an address that is no multiple of ", kWorkspaceAlignment,
       " bytes, takes one that is");
   p.dq = view_of(dq), p.dk = view_of(dk), p.dv = view_of(dv);
+  p.deterministic = deterministic;
   launch_backward(p, workspace.data_ptr(), q);
 }
 
 int64_t workspace_bytes_op(const Tensor& q, const Tensor& k) {
   return static_cast<int64_t>(
       backward_workspace_bytes(check_attention("backward_workspace_bytes", q, k, k), q));
+}
+
+template <class Params>
+std::string explain_op(Params p, const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal,
+                       const std::string& recipe) {
+  constexpr auto op = "explain";
+  p.shape = check_attention(op, q, k, v);
+  p.dtype = check_dtype({op, "q", q});
+  p.recipe = check_recipe(op, recipe);
+  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v);
+  p.causal = is_causal;
+  return explain(p, q);
+}
+
+std::string explain_by_name(std::string name, const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal,
+                            std::string recipe) {
+  if (name == "forward") return explain_op(ForwardParams{}, q, k, v, is_causal, recipe);
+  ATTN_QAT_CHECK(name == "backward", "explain: op is '", name, "', takes 'forward' or 'backward'");
+  return explain_op(BackwardParams{}, q, k, v, is_causal, recipe);
 }
 
 template <class Library>
@@ -199,6 +222,7 @@ void implement(Library& m) {
   m.impl("backward_dkdv", TORCH_BOX(&backward_dkdv));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward.out", TORCH_BOX(&backward_out));
+  m.impl("explain", TORCH_BOX(&explain_by_name));
   m.impl("backward_workspace_bytes", TORCH_BOX(&workspace_bytes_op));
 }
 
@@ -219,12 +243,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attn_qat, m) {
       "bool is_causal, str recipe=\"cudnn\", Tensor? row_exponent=None) -> (Tensor dk, Tensor dv)");
   m.def(
       "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor high_precision_out, Tensor lse, "
-      "float softmax_scale, bool is_causal, str recipe=\"cudnn\", Tensor? row_exponent=None) "
-      "-> (Tensor dq, Tensor dk, Tensor dv)");
+      "float softmax_scale, bool is_causal, str recipe=\"cudnn\", Tensor? row_exponent=None, "
+      "bool deterministic=True) -> (Tensor dq, Tensor dk, Tensor dv)");
   m.def(
       "backward.out(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor high_precision_out, Tensor lse, "
       "float softmax_scale, bool is_causal, str recipe, Tensor? row_exponent, Tensor(d!) workspace, *, "
-      "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
+      "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, bool deterministic=True) -> ()");
+  m.def(
+      "explain(str op, Tensor q, Tensor k, Tensor v, bool is_causal=False, str recipe=\"cudnn\") -> str");
   m.def("backward_workspace_bytes(Tensor q, Tensor k) -> int");
 }
 

@@ -8,7 +8,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-
+#include <cstdlib>
 #include <cstring>
 
 #include "build_info.h"
@@ -21,38 +21,45 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace attn_qat::torch_glue {
 namespace {
 
+constexpr int kAnyCapability = 0;
+
 // First match wins. A family says why it does not take a problem; if none does, the error lists what each said.
 template <class Params>
 struct Family {
   const char* name;
+  int capability;  // 10 major + minor of the only devices it is compiled for, or kAnyCapability: all
   const char* (*why_not)(const Params&);
   size_t (*workspace_bytes)(const Params&);
   cudaError_t (*launch)(const Params&, void* workspace, cudaStream_t);
 };
 
 constexpr Family<QuantizeParams> kFakeQuantize[] = {
-    {"common", common::why_not, [](const QuantizeParams&) { return size_t{0}; },
+    {"common", kAnyCapability, common::why_not, [](const QuantizeParams&) { return size_t{0}; },
      [](const QuantizeParams& p, void*, cudaStream_t s) { return common::fake_quantize(p, s); }}};
 
 constexpr Family<QuantizeParams> kQuantize[] = {
-    {"common", common::why_not, [](const QuantizeParams&) { return size_t{0}; },
+    {"common", kAnyCapability, common::why_not, [](const QuantizeParams&) { return size_t{0}; },
      [](const QuantizeParams& p, void*, cudaStream_t s) { return common::quantize(p, s); }}};
 
 constexpr Family<QuantizeParams> kDequantize[] = {
-    {"common", common::why_not, [](const QuantizeParams&) { return size_t{0}; },
+    {"common", kAnyCapability, common::why_not, [](const QuantizeParams&) { return size_t{0}; },
      [](const QuantizeParams& p, void*, cudaStream_t s) { return common::dequantize(p, s); }}};
 
 constexpr Family<PreprocessParams> kPreprocess[] = {
-    {"common", common::why_not, [](const PreprocessParams&) { return size_t{0}; },
+    {"common", kAnyCapability, common::why_not, [](const PreprocessParams&) { return size_t{0}; },
      [](const PreprocessParams& p, void*, cudaStream_t s) { return common::preprocess(p, s); }}};
 
 constexpr Family<ForwardParams> kForward[] = {
-    {"mma_sync", mma_sync::why_not,
+    {"sm90", 90, sm90::why_not,
+     [](const ForwardParams& p) { return sm90::forward_workspace_bytes(p.shape, p.recipe); }, sm90::forward},
+    {"mma_sync", kAnyCapability, mma_sync::why_not,
      [](const ForwardParams& p) { return mma_sync::forward_workspace_bytes(p.shape, p.recipe); },
      mma_sync::forward}};
 
 constexpr Family<BackwardParams> kBackward[] = {
-    {"mma_sync", mma_sync::why_not,
+    {"sm90", 90, sm90::why_not,
+     [](const BackwardParams& p) { return sm90::backward_workspace_bytes(p.shape); }, sm90::backward},
+    {"mma_sync", kAnyCapability, mma_sync::why_not,
      [](const BackwardParams& p) { return mma_sync::backward_workspace_bytes(p.shape); },
      mma_sync::backward}};
 
@@ -65,8 +72,8 @@ void check_cuda(const char* op, cudaError_t status) {
   throw std::runtime_error(text.str());
 }
 
-// Machine code moves neither up nor down between the targets that the kernels are compiled for.
-void check_target(const char* op, int device) {
+// 10 major + minor. Machine code moves neither up nor down between the targets that the kernels are compiled for.
+int check_target(const char* op, int device) {
   int major = 0, minor = 0;
   check_cuda(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   check_cuda(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
@@ -75,6 +82,7 @@ void check_target(const char* op, int device) {
     throw std::runtime_error(std::string(op) + ": no CUDA kernel for compute capability " +
                              std::to_string(major) + "." + std::to_string(minor) +
                              "; this build holds " ATTN_QAT_CUDA_TARGETS);
+  return major * 10 + minor;
 }
 
 cudaStream_t current_stream(const char* op, int device) {
@@ -84,15 +92,36 @@ cudaStream_t current_stream(const char* op, int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// ATTN_QAT_KERNELS=<family>: only that family and `common` are considered, for tests and measurements.
+bool switched_off(const char* family) {
+  const char* only = std::getenv("ATTN_QAT_KERNELS");
+  return only && *only && std::strcmp(only, family) != 0 && std::strcmp(family, "common") != 0;
+}
+
+// nullptr, or why the family does not run the problem on a device of this capability.
+template <class Params>
+const char* why_not(const Family<Params>& family, int capability, const Params& p) {
+  if (switched_off(family.name)) return "switched off by ATTN_QAT_KERNELS";
+  if (family.capability != kAnyCapability && family.capability != capability)
+    return "compiled for another compute capability";
+  return family.why_not(p);
+}
+
+template <class Params>
+struct Choice {
+  const Family<Params>* family;  // nullptr: none takes the problem
+  std::string reasons;           // of those before it
+};
+
 template <class Params, size_t kCount>
-const Family<Params>& choose(const char* op, const Family<Params> (&families)[kCount], const Params& p) {
+Choice<Params> choose(const Family<Params> (&families)[kCount], int capability, const Params& p) {
   std::string reasons;
   for (const auto& family : families) {
-    const char* reason = family.why_not(p);
-    if (!reason) return family;
+    const char* reason = why_not(family, capability, p);
+    if (!reason) return {&family, reasons};
     reasons += std::string(reasons.empty() ? "" : "; ") + family.name + ": " + reason;
   }
-  throw std::runtime_error(std::string(op) + ": no CUDA kernel takes this problem (" + reasons + ")");
+  return {nullptr, reasons};
 }
 
 // `given`: the caller's workspace, or nullptr to take one from torch's allocator.
@@ -101,8 +130,10 @@ void run(const char* op, const Family<Params> (&families)[kCount], const Params&
          const Tensor& on) {
   const int device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  check_target(op, device);
-  const Family<Params>& family = choose(op, families, p);
+  const Choice<Params> choice = choose(families, check_target(op, device), p);
+  if (!choice.family)
+    throw std::runtime_error(std::string(op) + ": no CUDA kernel takes this problem (" + choice.reasons + ")");
+  const Family<Params>& family = *choice.family;
   std::optional<Tensor> own;
   if (!given) {
     const auto bytes = static_cast<int64_t>(family.workspace_bytes(p));
@@ -112,7 +143,17 @@ void run(const char* op, const Family<Params> (&families)[kCount], const Params&
   check_cuda(op, family.launch(p, workspace, current_stream(op, device)));
 }
 
+template <class Params, size_t kCount>
+std::string explain(const Family<Params> (&families)[kCount], const Params& p, const Tensor& on) {
+  const Choice<Params> choice = choose(families, check_target("explain", on.get_device_index()), p);
+  const std::string name = choice.family ? choice.family->name : "none";
+  return choice.reasons.empty() ? name : name + " (" + choice.reasons + ")";
+}
+
 }  // namespace
+
+std::string cuda_explain(const ForwardParams& p, const Tensor& on) { return explain(kForward, p, on); }
+std::string cuda_explain(const BackwardParams& p, const Tensor& on) { return explain(kBackward, p, on); }
 
 void cuda_fake_quantize(const QuantizeParams& p, const Tensor& on) {
   run("fake_quantize", kFakeQuantize, p, nullptr, on);
@@ -162,6 +203,8 @@ void cuda_forward(const ForwardParams&, const Tensor&) { refuse_cuda(); }
 void cuda_backward(const BackwardParams&, const Tensor&) { refuse_cuda(); }
 void cuda_backward(const BackwardParams&, void*, const Tensor&) { refuse_cuda(); }
 size_t cuda_backward_workspace_bytes(const AttentionShape&) { refuse_cuda(); }
+std::string cuda_explain(const ForwardParams&, const Tensor&) { refuse_cuda(); }
+std::string cuda_explain(const BackwardParams&, const Tensor&) { refuse_cuda(); }
 
 }  // namespace attn_qat::torch_glue
 

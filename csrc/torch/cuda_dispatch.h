@@ -14,4 +14,8 @@ void cuda_backward(const BackwardParams&, const Tensor& on);
 void cuda_backward(const BackwardParams&, void* workspace, const Tensor& on);  // allocates nothing
 size_t cuda_backward_workspace_bytes(const AttentionShape&);                   // whichever family runs
 
+// The kernel family that would run it, and in brackets why those before it would not.
+std::string cuda_explain(const ForwardParams&, const Tensor& on);
+std::string cuda_explain(const BackwardParams&, const Tensor& on);
+
 }  // namespace attn_qat::torch_glue

@@ -106,4 +106,12 @@ size_t backward_workspace_bytes(const AttentionShape& shape, const Tensor& on) {
                       : cpu::backward_workspace_bytes(shape, max_workers());
 }
 
+std::string explain(const ForwardParams& p, const Tensor& on) {
+  return on.is_cuda() ? cuda_explain(p, on) : "cpu";
+}
+
+std::string explain(const BackwardParams& p, const Tensor& on) {
+  return on.is_cuda() ? cuda_explain(p, on) : "cpu";
+}
+
 }  // namespace attn_qat::torch_glue

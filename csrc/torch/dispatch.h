@@ -18,4 +18,8 @@ void launch_backward(const BackwardParams&, const Tensor& on);
 void launch_backward(const BackwardParams&, void* workspace, const Tensor& on);
 size_t backward_workspace_bytes(const AttentionShape&, const Tensor& on);
 
+// The kernels that would run it on the device of `on`, and in brackets why others would not.
+std::string explain(const ForwardParams&, const Tensor& on);
+std::string explain(const BackwardParams&, const Tensor& on);
+
 }  // namespace attn_qat::torch_glue

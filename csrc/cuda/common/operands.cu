@@ -23,6 +23,7 @@ struct Operand {
   View in;
   void* out;
   int64_t heads, rows;  // of [B, heads, rows, head_dim]
+  int64_t padded_rows;  // of a head in `out`; those from `rows` on become zero
   int64_t lanes;        // work items: one lane each
   uint32_t blocks;      // thread blocks
   bool along_rows;
@@ -71,10 +72,11 @@ template <class InPair, class OutPair>
 __device__ void quantize_along_head_dim(const Operand& o, int64_t lane, int chunks) {
   // Lanes of a block sit side by side and head_dim is whole blocks: either both run or neither.
   if (lane >= o.lanes) return;
-  const int64_t row = lane / chunks, head = row / o.rows;
-  const int chunk = static_cast<int>(lane - row * chunks);
-  float x[kValues];
-  unpack<InPair>(*reinterpret_cast<const uint4*>(source<uint16_t>(o, head, row - head * o.rows, chunk)), x);
+  const int64_t padded_row = lane / chunks, head = padded_row / o.padded_rows;
+  const int64_t row = padded_row - head * o.padded_rows;
+  const int chunk = static_cast<int>(lane - padded_row * chunks);
+  float x[kValues] = {};
+  if (row < o.rows) unpack<InPair>(*reinterpret_cast<const uint4*>(source<uint16_t>(o, head, row, chunk)), x);
   uint32_t amax = 0;
 #pragma unroll
   for (float value : x) amax = max(amax, nvfp4::magnitude_bits(value));
@@ -86,10 +88,11 @@ __device__ void quantize_along_head_dim(const Operand& o, int64_t lane, int chun
 template <class Pair>
 __device__ void quantize_along_rows(const Operand& o, int64_t lane, int chunks) {
   if (lane >= o.lanes) return;
-  const int64_t group = lane / chunks, groups = (o.rows + kBlock - 1) / kBlock, head = group / groups;
+  const int64_t group = lane / chunks, groups = (o.padded_rows + kBlock - 1) / kBlock, head = group / groups;
   const int chunk = static_cast<int>(lane - group * chunks);
   const int64_t first = (group - head * groups) * kBlock;
-  const int rows = static_cast<int>(min(o.rows - first, int64_t{kBlock}));
+  const int rows = static_cast<int>(min(o.rows - first, int64_t{kBlock}));  // that exist; none in padding
+  const int stored = static_cast<int>(min(o.padded_rows - first, int64_t{kBlock}));
   const auto* from = source<uint16_t>(o, head, first, chunk);
   uint4 words[kBlock];
 #pragma unroll
@@ -106,10 +109,10 @@ __device__ void quantize_along_rows(const Operand& o, int64_t lane, int chunks) 
   float scale[kValues];
 #pragma unroll
   for (int i = 0; i < kValues; ++i) scale[i] = tile::block_scale(amax[i]);
-  uint4* to = static_cast<uint4*>(o.out) + (head * o.rows + first) * chunks + chunk;
+  uint4* to = static_cast<uint4*>(o.out) + (head * o.padded_rows + first) * chunks + chunk;
 #pragma unroll
   for (int r = 0; r < kBlock; ++r) {
-    if (r >= rows) return;
+    if (r >= stored) return;
     float x[kValues];
     unpack<Pair>(words[r], x);
 #pragma unroll
@@ -139,20 +142,21 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 Operand operand(const View& in, void* out, const AttentionShape& s, int64_t heads, int64_t rows,
-                bool along_rows) {
+                int64_t padded_rows, bool along_rows) {
   if (!out) return {};
-  const int64_t lines = along_rows ? (rows + kBlock - 1) / kBlock : rows;
+  const int64_t lines = along_rows ? (padded_rows + kBlock - 1) / kBlock : padded_rows;
   const int64_t lanes = s.batch * heads * lines * (s.head_dim / kValues);
-  return {in, out, heads, rows, lanes, static_cast<uint32_t>((lanes + kThreads - 1) / kThreads), along_rows};
+  return {in, out, heads, rows, padded_rows, lanes, static_cast<uint32_t>((lanes + kThreads - 1) / kThreads), along_rows};
 }
 
 }  // namespace
 
 cudaError_t quantize_operands(const OperandParams& p, cudaStream_t stream) {
   const AttentionShape& s = p.shape;
-  const OperandArgs args{{operand(p.q, p.q_hat, s, s.heads_q, s.seq_q, false),
-                          operand(p.k, p.k_hat, s, s.heads_kv, s.seq_k, false),
-                          operand(p.v, p.v_hat, s, s.heads_kv, s.seq_k, p.recipe == Recipe::kFp4)},
+  const OperandArgs args{{operand(p.q, p.q_hat, s, s.heads_q, s.seq_q, s.seq_q, false),
+                          operand(p.k, p.k_hat, s, s.heads_kv, s.seq_k, p.padded_keys, false),
+                          operand(p.v, p.v_hat, s, s.heads_kv, s.seq_k, p.padded_keys,
+                                  p.recipe == Recipe::kFp4)},
                          static_cast<int>(s.head_dim / kValues)};
   const unsigned blocks = args.operands[0].blocks + args.operands[1].blocks + args.operands[2].blocks;
   if (blocks == 0) return cudaSuccess;

@@ -18,8 +18,17 @@ struct RowArgs {
   const int32_t* row_exponent;
   float* delta_out;
   RowStatistics* statistics;
-  int64_t heads, seq, rows;  // rows = batch * heads * seq
+  RowPairStatistics* pairs;
+  int32_t* counters;  // to be zeroed
+  int64_t counter_count;
+  int64_t heads, seq, padded_seq, rows;  // rows = batch * heads * padded_seq
   int head_dim;
+};
+
+// Where a row of the launch lies: rows from seq on are padding.
+struct Row {
+  int64_t head, s;
+  __device__ Row(const RowArgs& args, int64_t row) : head(row / args.padded_seq), s(row - head * args.padded_seq) {}
 };
 
 __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum, float) {
@@ -56,6 +65,7 @@ __device__ __forceinline__ const T* row_pointer(const View& view, int64_t b, int
 }
 
 // In double: it is a handful of operations a row, and lse of large scores has few digits to spare.
+// row: in tensors without padding.
 __device__ RowStatistics statistics_of(const RowArgs& args, int64_t row, float delta) {
   const float lse = args.lse[row];
   if (lse == -__builtin_inff()) return {0.0f, 0.0f, 0.0f, 0.0f};
@@ -79,10 +89,11 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ R
       for (int r = 0; r < kRows; ++r) {
         const int64_t row = first + r * (kThreads / kLanes);
         if (row >= args.rows) continue;
-        const int64_t head = row / args.seq, s = row - head * args.seq, b = head / args.heads,
-                      h = head - b * args.heads;
-        out[r] = *reinterpret_cast<const uint4*>(row_pointer<T>(args.high_precision_out, b, h, s) + col);
-        grad[r] = *reinterpret_cast<const uint4*>(row_pointer<T>(args.grad_out, b, h, s) + col);
+        const Row at(args, row);
+        if (at.s >= args.seq) continue;
+        const int64_t b = at.head / args.heads, h = at.head - b * args.heads;
+        out[r] = *reinterpret_cast<const uint4*>(row_pointer<T>(args.high_precision_out, b, h, at.s) + col);
+        grad[r] = *reinterpret_cast<const uint4*>(row_pointer<T>(args.grad_out, b, h, at.s) + col);
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) sums[r] = dot(out[r], grad[r], sums[r], T{});
@@ -96,9 +107,21 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ R
   for (int r = 0; r < kRows; ++r) {
     const int64_t row = first + r * (kThreads / kLanes);
     if (row >= args.rows || lane != 0) continue;
-    if (args.delta_out) args.delta_out[row] = sums[r];
-    if (args.statistics)
-      args.statistics[row] = statistics_of(args, row, args.delta_in ? args.delta_in[row] : sums[r]);
+    if (row < args.counter_count) args.counters[row] = 0;
+    const Row at(args, row);
+    RowStatistics x{};
+    if (at.s < args.seq) {
+      const int64_t unpadded = at.head * args.seq + at.s;
+      const float delta = args.delta_in ? args.delta_in[unpadded] : sums[r];
+      if (args.delta_out) args.delta_out[unpadded] = delta;
+      if (args.statistics || args.pairs) x = statistics_of(args, unpadded, delta);
+      if (args.statistics) args.statistics[unpadded] = x;
+    }
+    if (args.pairs) {
+      RowPairStatistics& pair = args.pairs[row / 2];
+      pair.exponent[row % 2] = x.exponent, pair.delta[row % 2] = x.delta, pair.normaliser[row % 2] = x.normaliser;
+      pair.normalised_delta[row % 2] = x.normaliser * x.delta;
+    }
   }
 }
 
@@ -121,24 +144,36 @@ const char* why_not(const PreprocessParams&) { return nullptr; }
 cudaError_t preprocess(const PreprocessParams& p, cudaStream_t stream) {
   RowArgs args{};
   args.high_precision_out = p.high_precision_out, args.grad_out = p.grad_out, args.delta_out = p.delta;
-  args.heads = p.heads, args.seq = p.seq, args.rows = p.batch * p.heads * p.seq;
+  args.heads = p.heads, args.seq = args.padded_seq = p.seq, args.rows = p.batch * p.heads * p.seq;
   args.head_dim = static_cast<int>(p.head_dim);
   return launch(args, p.dtype, stream);
 }
 
-cudaError_t row_statistics(const BackwardParams& p, RowStatistics* statistics, cudaStream_t stream) {
+namespace {
+
+RowArgs statistics_args(const BackwardParams& p, int64_t padded_seq) {
   const AttentionShape& s = p.shape;
-  RowArgs args{p.high_precision_out,
-               p.grad_out,
-               p.delta,
-               p.lse,
-               p.row_exponent,
-               nullptr,
-               statistics,
-               s.heads_q,
-               s.seq_q,
-               s.batch * s.heads_q * s.seq_q,
-               static_cast<int>(s.head_dim)};
+  RowArgs args{};
+  args.high_precision_out = p.high_precision_out, args.grad_out = p.grad_out;
+  args.delta_in = p.delta, args.lse = p.lse, args.row_exponent = p.row_exponent;
+  args.heads = s.heads_q, args.seq = s.seq_q, args.padded_seq = padded_seq;
+  args.rows = s.batch * s.heads_q * padded_seq;
+  args.head_dim = static_cast<int>(s.head_dim);
+  return args;
+}
+
+}  // namespace
+
+cudaError_t row_statistics(const BackwardParams& p, RowStatistics* statistics, cudaStream_t stream) {
+  RowArgs args = statistics_args(p, p.shape.seq_q);
+  args.statistics = statistics;
+  return launch(args, p.dtype, stream);
+}
+
+cudaError_t row_pair_statistics(const BackwardParams& p, int64_t padded_rows, RowPairStatistics* statistics,
+                                int32_t* counters, int64_t counter_count, cudaStream_t stream) {
+  RowArgs args = statistics_args(p, padded_rows);
+  args.pairs = statistics, args.counters = counters, args.counter_count = counter_count;
   return launch(args, p.dtype, stream);
 }
 

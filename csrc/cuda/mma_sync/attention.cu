@@ -1,54 +1,13 @@
 // What a call of this family enqueues: the quantised operands into the workspace, then the matmul kernels.
+#include "cuda/common/workspace.h"
 #include "cuda/mma_sync/kernels.h"
 
 namespace attn_qat::mma_sync {
 namespace {
 
-constexpr size_t kAlignment = 256;
-
-// Hands out pieces of the workspace; with a null base it only measures.
-class Arena {
- public:
-  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
-  void* take(int64_t bytes) {
-    void* p = base_ ? base_ + used_ : nullptr;
-    used_ += (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
-    return p;
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_ = 0;
-};
-
-View contiguous(void* data, int64_t heads, int64_t rows, int64_t head_dim) {
-  return {data, heads * rows * head_dim, rows * head_dim, head_dim};
-}
-
-// Takes scratch for Q^, K^ and, where the recipe quantises it, V^.
-common::OperandParams take_operands(Arena& arena, const AttentionShape& s, Recipe recipe) {
-  constexpr int64_t kBytes = 2;  // BF16 and FP16
-  common::OperandParams o{};
-  const int64_t kv = s.batch * s.heads_kv * s.seq_k * s.head_dim * kBytes;
-  o.q_hat = arena.take(s.batch * s.heads_q * s.seq_q * s.head_dim * kBytes);
-  o.k_hat = arena.take(kv);
-  if (recipe != Recipe::kFp4Qk) o.v_hat = arena.take(kv);
-  o.shape = s;
-  o.recipe = recipe;
-  return o;
-}
-
-// Quantises p's operands into o's scratch and points p at them.
-template <class Params>
-cudaError_t quantize_into(common::OperandParams& o, Params& p, cudaStream_t stream) {
-  const AttentionShape& s = p.shape;
-  o.q = p.q, o.k = p.k, o.v = p.v, o.dtype = p.dtype;
-  p.q = contiguous(o.q_hat, s.heads_q, s.seq_q, s.head_dim);
-  p.k = contiguous(o.k_hat, s.heads_kv, s.seq_k, s.head_dim);
-  if (o.v_hat) p.v = contiguous(o.v_hat, s.heads_kv, s.seq_k, s.head_dim);
-  return common::quantize_operands(o, stream);
-}
+using common::Arena;
+using common::quantize_into;
+using common::take_operands;
 
 const char* why_not(const AttentionShape& s, DType dtype) {
   if (dtype == DType::kFloat32) return "takes bfloat16 or float16";
@@ -67,13 +26,13 @@ const char* why_not(const BackwardParams& p) { return why_not(p.shape, p.dtype);
 
 size_t forward_workspace_bytes(const AttentionShape& shape, Recipe recipe) {
   Arena arena(nullptr);
-  take_operands(arena, shape, recipe);
+  take_operands(arena, shape, recipe, shape.seq_k);
   return arena.used();
 }
 
 size_t backward_workspace_bytes(const AttentionShape& s) {
   Arena arena(nullptr);
-  take_operands(arena, s, Recipe::kFp4);
+  take_operands(arena, s, Recipe::kFp4, s.seq_k);
   arena.take(s.batch * s.heads_q * s.seq_q * int64_t{sizeof(RowStatistics)});
   return arena.used();
 }
@@ -82,7 +41,7 @@ cudaError_t forward(const ForwardParams& params, void* workspace, cudaStream_t s
   if (params.shape.batch * params.shape.heads_q * params.shape.seq_q == 0) return cudaSuccess;
   Arena arena(workspace);
   ForwardParams p = params;
-  common::OperandParams operands = take_operands(arena, p.shape, p.recipe);
+  common::OperandParams operands = take_operands(arena, p.shape, p.recipe, p.shape.seq_k);
   const cudaError_t status = quantize_into(operands, p, stream);
   return status != cudaSuccess ? status : launch_forward(p, stream);
 }
@@ -91,7 +50,7 @@ cudaError_t backward(const BackwardParams& params, void* workspace, cudaStream_t
   const AttentionShape& s = params.shape;
   Arena arena(workspace);
   BackwardParams p = params;
-  common::OperandParams operands = take_operands(arena, s, p.recipe);
+  common::OperandParams operands = take_operands(arena, s, p.recipe, s.seq_k);
   auto* statistics =
       static_cast<RowStatistics*>(arena.take(s.batch * s.heads_q * s.seq_q * int64_t{sizeof(RowStatistics)}));
   cudaError_t status = quantize_into(operands, p, stream);

@@ -36,6 +36,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], SmemAddr row
                : "memory");
 }
 
+// PTX ISA: stmatrix, each matrix transposed: the counterpart of ldmatrix_x4_trans. sm_90 on.
+__device__ __forceinline__ void stmatrix_x4_trans(SmemAddr row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row.bits), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // PTX ISA: cp.async, 16 bytes; with `valid` false the 16 bytes become zero and nothing is read.
 __device__ __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.bits), "l"(from), "r"(valid ? 16 : 0)

@@ -23,9 +23,16 @@ __device__ __forceinline__ BlockScale block_scale(float largest, float gain) {
   return s;
 }
 
-// p0, p1 (not negative) become code * factor, where factor is the block's scale times whatever the caller
-// folds in.
-__device__ __forceinline__ void quantize_pair(float& p0, float& p1, float reciprocal, float factor) {
+// What rounding by FP32 arithmetic leaves in a factor; 1 where the hardware converts.
+#if ATTN_QAT_HAS_E2M1
+inline constexpr float kCodeUnit = 1.0f;
+#else
+inline constexpr float kCodeUnit = 0x1p22f;
+#endif
+
+// p0, p1 (not negative) become code * factor / kCodeUnit, where factor is kCodeUnit times the block's scale times
+// whatever the caller folds in.
+__device__ __forceinline__ void quantize_pair_in_units(float& p0, float& p1, float reciprocal, float factor) {
 #if ATTN_QAT_HAS_E2M1
   const uint32_t codes = ptx::cvt_rn_satfinite_e2m1x2_f32(p1 * reciprocal, p0 * reciprocal);
   const uint32_t halves = ptx::cvt_rn_f16x2_e2m1x2(codes);
@@ -33,11 +40,16 @@ __device__ __forceinline__ void quantize_pair(float& p0, float& p1, float recipr
   p0 = values.x * factor;
   p1 = values.y * factor;
 #else
-  const float scaled = factor * 0x1p22f;
   const float y0 = fminf(p0 * reciprocal, nvfp4::kE2m1Max), y1 = fminf(p1 * reciprocal, nvfp4::kE2m1Max);
-  p0 = round_e2m1_times_2pow_minus_22(y0) * scaled;
-  p1 = round_e2m1_times_2pow_minus_22(y1) * scaled;
+  p0 = round_e2m1_times_2pow_minus_22(y0) * factor;
+  p1 = round_e2m1_times_2pow_minus_22(y1) * factor;
 #endif
+}
+
+// p0, p1 (not negative) become code * factor, where factor is the block's scale times whatever the caller
+// folds in.
+__device__ __forceinline__ void quantize_pair(float& p0, float& p1, float reciprocal, float factor) {
+  quantize_pair_in_units(p0, p1, reciprocal, factor * kCodeUnit);
 }
 
 }  // namespace attn_qat::tile

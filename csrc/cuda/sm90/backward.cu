@@ -1,0 +1,495 @@
+// dQ, dK and dV with wgmma, fused: one thread block for 128 keys of a kv head, looping over the query tiles of every
+// query head in the group. Everything is transposed, so that a warpgroup owns its 64 keys:
+//
+//   S^T = K^ Q^T,  dP^T = V^ dO^T,  p = exp2(t - E),  dS^T = bf16(p (n dP^T - n delta)) with n = 2^E exp(-lse)
+//   dK += dS^T Q^,  dQ += dS K^,  dV += P^^T dO with P^ quantised along keys
+//
+// One step of a consumer warpgroup. Only dV needs P^, so the quantiser works in the shadow of dK and dQ; dQ leaves in
+// the shadow of dV. Nothing is in flight from one step to the next; the other consumer fills the gaps.
+//
+//   tensor cores   S^T | dP^T           | dK     | dQ             | dV
+//   CUDA cores         | p              dS       store dS^T | quantise p      | store dQ
+//
+// p, dS and P^ go from accumulators to left operands in registers. dS alone passes through shared memory, because dQ
+// sums over the keys of both consumers: each stores its half transposed and multiplies all of it, for half of dQ.
+//
+// A block of P is the 16 keys of a warp for one query: a column, two values in each of eight lanes. A butterfly over
+// the lanes halves the columns at each step; the lane that ends with a column computes its scale once and hands it to
+// the others through a scratch of its warp.
+//
+// dQ is summed over kv tiles in global memory, in FP32, in the order in which the accumulators hold it, by bulk copies
+// that add. For the same bits on every run they go in turns, kv tile 0 first: a counter for each query tile says whose
+// turn it is. Query tiles are visited from the last to the first and thread blocks start in the order of their kv
+// tiles, so a block waits only for blocks that started before it, and under a causal mask the longest start first.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/math.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/tile.cuh"
+#include "cuda/tile/probability_quantizer.cuh"
+
+namespace attn_qat::sm90 {
+namespace {
+
+struct BackwardArgs {
+  CUtensorMap q, k, v, grad_out;
+  BackwardParams p;
+  const RowPairStatistics* statistics;  // [B, Hq, tiles_q * kTileQ / 2], zero past the end
+  GradQuery dq;
+  int tiles_q, tiles_k;
+  float scale_log2;
+};
+
+// Of the block of a query and the 16 keys of a warp.
+struct alignas(8) ColumnScale {
+  float reciprocal;
+  float factor;  // what a code is multiplied by
+};
+
+constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
+constexpr int kAdders = 2;  // warps that add dQ to global memory, taking turns
+
+template <class C, class T>
+struct BackwardSmem {
+  alignas(1024) Quantized k[C::kTileK * C::kHeadDim];
+  alignas(1024) T v[C::kTileK * C::kHeadDim];
+  alignas(1024) Quantized q[C::kStages][C::kTileQ * C::kHeadDim];
+  alignas(1024) T grad_out[C::kStages][C::kTileQ * C::kHeadDim];
+  alignas(1024) Quantized grad_scores[2][C::kTileQ * C::kTileK];  // rows are queries; used in turn
+  alignas(128) float dq[kConsumers][C::kTileQ * C::kHeadDim / kConsumers];
+  alignas(128) RowPairStatistics statistics[C::kStages][C::kTileQ / 2];
+  alignas(16) ColumnScale scales[kConsumerWarps][C::kTileQ];
+  // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp.
+  uint64_t kv_full, q_full[C::kStages], q_empty[C::kStages], grad_full[C::kStages], grad_empty[C::kStages];
+  // full: one arrival a consumer thread of that half; one barrier for each adder. empty: the adder's arrival.
+  uint64_t dq_full[kAdders][kConsumers], dq_empty[kConsumers];
+};
+
+// P is of the order 1 / S: FP16 holds it with this gain, taken back from dV.
+template <class T>
+constexpr float kDvGain = std::is_same_v<T, __half> ? 0x1p14f : 1.0f;
+
+// The keys of a thread block, and the query tiles that see them: of `heads` heads, tiles_q - 1 down to first_tile.
+template <class C>
+struct BackwardPlace {
+  int b, h_kv, h_first, heads, tile_k, first_key, offset, first_tile;
+
+  __device__ BackwardPlace(const BackwardArgs& args, uint32_t block) {
+    const AttentionShape& shape = args.p.shape;
+    const auto tiles_k = static_cast<uint32_t>(args.tiles_k), heads_kv = static_cast<uint32_t>(shape.heads_kv);
+    const uint32_t head = block / tiles_k;
+    tile_k = block % tiles_k;
+    b = head / heads_kv, h_kv = head % heads_kv;
+    heads = static_cast<uint32_t>(shape.heads_q) / heads_kv, h_first = h_kv * heads;
+    first_key = tile_k * C::kTileK, offset = static_cast<int>(shape.seq_k - shape.seq_q);
+    first_tile = args.p.causal ? max(first_key - offset, 0) / C::kTileQ : 0;
+  }
+
+  // Calls body(step, head, tile) for every query tile in order.
+  template <class Body>
+  __device__ __forceinline__ void for_each_tile(int tiles_q, Body body) const {
+    int step = 0;
+    for (int h = h_first; h < h_first + heads; ++h)
+      for (int tile = tiles_q - 1; tile >= first_tile; --tile) body(step++, h, tile);
+  }
+};
+
+template <class C, class T>
+__device__ __forceinline__ void backward_produce(const BackwardArgs& args, BackwardSmem<C, T>& smem,
+                                                 const BackwardPlace<C>& here) {
+  constexpr int kPanels = C::kHeadDim / kPanelColumns;
+  const auto load = [&](void* tile, int rows, const CUtensorMap& map, uint64_t& full, int row, int h) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      ptx::load_box({ptx::smem_addr(tile).bits + panel * panel_bytes(rows)}, map, full, panel * kPanelColumns, row,
+                    h, here.b);
+  };
+  ptx::mbarrier_arrive_expect_tx(smem.kv_full, 2 * kPanels * panel_bytes(C::kTileK));
+  load(smem.k, C::kTileK, args.k, smem.kv_full, here.first_key, here.h_kv);
+  load(smem.v, C::kTileK, args.v, smem.kv_full, here.first_key, here.h_kv);
+  constexpr uint32_t kTileBytes = kPanels * panel_bytes(C::kTileQ);
+  here.for_each_tile(args.tiles_q, [&](int step, int h, int tile) {
+    const int stage = step % C::kStages, row = tile * C::kTileQ;
+    const uint32_t parity = (step / C::kStages & 1) ^ 1;
+    const RowPairStatistics* statistics =
+        args.statistics + ((here.b * args.p.shape.heads_q + h) * args.tiles_q + tile) * (C::kTileQ / 2);
+    ptx::mbarrier_wait(smem.q_empty[stage], parity);
+    ptx::mbarrier_arrive_expect_tx(smem.q_full[stage], kTileBytes + sizeof(smem.statistics[0]));
+    load(smem.q[stage], C::kTileQ, args.q, smem.q_full[stage], row, h);
+    ptx::load_bytes(ptx::smem_addr(smem.statistics[stage]), statistics, sizeof(smem.statistics[0]),
+                    smem.q_full[stage]);
+    ptx::mbarrier_wait(smem.grad_empty[stage], parity);
+    ptx::mbarrier_arrive_expect_tx(smem.grad_full[stage], kTileBytes);
+    load(smem.grad_out[stage], C::kTileQ, args.grad_out, smem.grad_full[stage], row, h);
+  });
+}
+
+__device__ __forceinline__ int load_acquire(const int* p) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ __forceinline__ void add_release(int* p, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+// Global writes of this thread's bulk copies against its own and others' accesses.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// One thread: adds the dQ, if wanted, of every kAdders-th step to global memory.
+template <class C, class T>
+__device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardSmem<C, T>& smem,
+                                             const BackwardPlace<C>& here, int adder) {
+  constexpr uint32_t kBytes = sizeof(smem.dq[0]);
+  const bool wanted = args.p.dq.data;
+  here.for_each_tile(args.tiles_q, [&](int step, int h, int tile) {
+    if (step % kAdders != adder) return;
+    const int64_t at = (here.b * args.p.shape.heads_q + h) * args.tiles_q + tile;
+    float* sums = args.dq.sums + at * (C::kTileQ * C::kHeadDim);
+    const bool in_turn = args.p.deterministic && wanted, first = in_turn && here.tile_k == 0;
+    if (in_turn) {
+      while (load_acquire(args.dq.turns + at) != here.tile_k) {
+      }
+      fence_proxy_async_global();
+    }
+    for (int half = 0; half < kConsumers; ++half) {
+      ptx::mbarrier_wait(smem.dq_full[adder][half], step / kAdders & 1);
+      float* to = sums + half * (kBytes / sizeof(float));
+      if (first)
+        ptx::store_bytes(to, ptx::smem_addr(smem.dq[half]), kBytes);
+      else if (wanted)
+        ptx::add_floats(to, ptx::smem_addr(smem.dq[half]), kBytes);
+      ptx::bulk_commit_group();
+    }
+    ptx::bulk_wait_read();
+    for (int half = 0; half < kConsumers; ++half) ptx::mbarrier_arrive(smem.dq_empty[half]);
+    if (in_turn) {
+      ptx::bulk_wait();
+      fence_proxy_async_global();
+      add_release(args.dq.turns + at, 1);
+    }
+  });
+  ptx::bulk_wait();
+}
+
+template <class C, class T, Recipe kRecipe>
+struct BackwardConsumer {
+  static constexpr int kNTiles = C::kTileQ / 8, kDTiles = C::kHeadDim / 8, kQuerySteps = C::kTileQ / 16;
+  using Scores = float[kNTiles][4];
+  using Packed = uint32_t[kQuerySteps][4];
+  float dk[kDTiles][4], dv[kDTiles][4];
+
+  __device__ BackwardConsumer() { zero(dk), zero(dv); }
+
+  // Queries of the tile before first_query[r] do not see key half r.
+  __device__ static void mask(Scores& s, const int (&first_query)[2]) {
+    const int column = ptx::laneid() % 4 * 2, first[2] = {first_query[0] - column, first_query[1] - column};
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (8 * j + e % 2 < first[e / 2]) s[j][e] = -__builtin_inff();
+  }
+
+  // s becomes p = exp2(t - E).
+  __device__ static void probabilities(const RowPairStatistics* statistics, float scale_log2, Scores& s) {
+    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const auto exponent = *reinterpret_cast<const float2*>(own[4 * j].exponent);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[j][e] = ptx::ex2_approx_ftz(__fmul_rn(s[j][e], scale_log2) - (e % 2 ? exponent.y : exponent.x));
+    }
+  }
+
+  // dS, packed as the left operand of dK.
+  __device__ static void grad_scores(const RowPairStatistics* statistics, const Scores& s, const Scores& dp,
+                                     Packed& packed) {
+    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const auto x = *reinterpret_cast<const float4*>(own[4 * j].normaliser);
+      float ds[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float normaliser = e % 2 ? x.y : x.x, normalised_delta = e % 2 ? x.w : x.z;
+        ds[e] = s[j][e] * fmaf(dp[j][e], normaliser, -normalised_delta);
+      }
+      packed[j / 2][j % 2 * 2] = tile::pack(ds[0], ds[1], Quantized{});
+      packed[j / 2][j % 2 * 2 + 1] = tile::pack(ds[2], ds[3], Quantized{});
+    }
+  }
+
+  // The 16 keys of this warp become columns 16 warp .. 16 warp + 15 of dS, which is this consumer's panel.
+  __device__ static void store_grad_scores(ptx::SmemAddr panel, const Packed& packed) {
+    const int lane = ptx::laneid(), warp = threadIdx.x % kWarpgroup / 32, row = lane / 16 * 8 + lane % 8;
+    const uint32_t at = panel.bits + row * kRowBytes + ((2 * warp + lane / 8 % 2) ^ (row % 8)) * 16;
+#pragma unroll
+    for (int step = 0; step < kQuerySteps; ++step)
+      ptx::stmatrix_x4_trans({at + step * 16 * kRowBytes}, packed[step]);
+  }
+
+  // Lanes that differ in kBit share 2 kWidth maxima; afterwards each holds kWidth of them for both.
+  template <int kWidth, int kBit, int kCount>
+  __device__ static void halve(float (&top)[kCount], int lane) {
+    const bool upper = lane & kBit;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float low = top[i], high = top[i + kWidth], send = upper ? low : high, keep = upper ? high : low;
+      top[i] = fmaxf(keep, __shfl_xor_sync(0xffffffffu, send, kBit));
+    }
+  }
+
+  // p becomes P times the FP16 gain.
+  __device__ static void normalise(const RowPairStatistics* statistics, float gain, Scores& s) {
+    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const auto normaliser = *reinterpret_cast<const float2*>(own[4 * j].normaliser);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[j][e] *= (e % 2 ? normaliser.y : normaliser.x) * gain;
+    }
+  }
+
+  __device__ static void pack_probabilities(const Scores& s, Packed& packed) {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        packed[j / 2][j % 2 * 2 + r] = tile::pack(s[j][2 * r], s[j][2 * r + 1], T{});
+  }
+
+  // p becomes the left operand of dV: P, quantised by recipe.
+  __device__ static void probability_operand(const RowPairStatistics* statistics, ColumnScale* scratch,
+                                             Scores& s, Packed& packed) {
+    if constexpr (kRecipe == Recipe::kFp4Qk) {
+      normalise(statistics, kDvGain<T>, s);
+      pack_probabilities(s, packed);
+    } else {
+      if constexpr (kRecipe == Recipe::kCudnn) normalise(statistics, 1.0f, s);
+      quantize(statistics, scratch, s, packed);
+    }
+  }
+
+  // p (its normaliser applied here) or P, quantised.
+  __device__ static void quantize(const RowPairStatistics* statistics, ColumnScale* scratch, Scores& s,
+                                  Packed& packed) {
+    constexpr int kColumns = 2 * kNTiles, kOwned = kColumns / 8;
+    const int lane = ptx::laneid();
+    float top[kColumns];
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      top[2 * j] = fmaxf(s[j][0], s[j][2]);
+      top[2 * j + 1] = fmaxf(s[j][1], s[j][3]);
+    }
+    halve<kColumns / 2, 16>(top, lane);
+    halve<kColumns / 4, 8>(top, lane);
+    halve<kColumns / 8, 4>(top, lane);
+    // Of the pairs of columns (8 j + 2 (lane % 4), + 1) this lane has those of kOwned / 2 consecutive j.
+    const int first = lane / 16 * (kNTiles / 2) + lane / 8 % 2 * (kNTiles / 4) + lane / 4 % 2 * (kNTiles / 8);
+    __syncwarp();  // the scales of the previous tile have been read
+#pragma unroll
+    for (int i = 0; i < kOwned; i += 2) {
+      const int pair = 4 * (first + i / 2) + lane % 4;
+      const tile::BlockScale x = tile::block_scale(top[i], kProbabilityGain<kRecipe>),
+                             y = tile::block_scale(top[i + 1], kProbabilityGain<kRecipe>);
+      float2 factor{x.scale * (kDvGain<T> * tile::kCodeUnit), y.scale * (kDvGain<T> * tile::kCodeUnit)};
+      if constexpr (kRecipe == Recipe::kFp4) {
+        const auto normaliser = *reinterpret_cast<const float2*>(statistics[pair].normaliser);
+        factor.x *= normaliser.x, factor.y *= normaliser.y;
+      }
+      *reinterpret_cast<float4*>(&scratch[2 * pair]) = {x.reciprocal, factor.x, y.reciprocal, factor.y};
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const auto pair = *reinterpret_cast<const float4*>(&scratch[8 * j + lane % 4 * 2]);
+      tile::quantize_pair_in_units(s[j][0], s[j][2], pair.x, pair.y);
+      tile::quantize_pair_in_units(s[j][1], s[j][3], pair.z, pair.w);
+      packed[j / 2][j % 2 * 2] = tile::pack(s[j][0], s[j][1], T{});
+      packed[j / 2][j % 2 * 2 + 1] = tile::pack(s[j][2], s[j][3], T{});
+    }
+  }
+
+  __device__ static void store_dq(float* half, const float (&dq)[8][4]) {
+    auto* to = reinterpret_cast<float4*>(half) + threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) to[j * kWarpgroup] = {dq[j][0], dq[j][1], dq[j][2], dq[j][3]};
+  }
+};
+
+template <class C, class T, Recipe kRecipe>
+__device__ __forceinline__ void backward_consume(const BackwardArgs& args, BackwardSmem<C, T>& smem,
+                                                 const BackwardPlace<C>& here, int consumer) {
+  using Consumer = BackwardConsumer<C, T, kRecipe>;
+  constexpr int kKeySteps = C::kTileK / 16;
+  const AttentionShape& shape = args.p.shape;
+  Consumer own;
+  const auto leader = [] { return ptx::laneid() == 0; };
+  const uint64_t k = columns_operand(smem.k, consumer * kWarpgroupRows),
+                 v = columns_operand(smem.v, consumer * kWarpgroupRows);
+  // Half of dQ: 64 of its columns, or at head dimension 64 half of its rows.
+  constexpr bool kSplitColumns = C::kHeadDim == 128;
+  const uint64_t k_rows = rows_operand<C::kTileK>(
+      reinterpret_cast<const char*>(smem.k) + (kSplitColumns ? consumer * panel_bytes(C::kTileK) : 0));
+  const int keys_here = static_cast<int>(shape.seq_k) - here.first_key;
+
+  ptx::mbarrier_wait(smem.kv_full, 0);
+  here.for_each_tile(args.tiles_q, [&](int step, int, int tile) {
+    const int stage = step % C::kStages;
+    const uint32_t parity = step / C::kStages & 1;
+    const RowPairStatistics* statistics = smem.statistics[stage];
+    float s[Consumer::kNTiles][4], dp[Consumer::kNTiles][4];
+
+    ptx::mbarrier_wait(smem.q_full[stage], parity);
+    ptx::wgmma_fence();
+    multiply_transposed<C::kHeadDim, C::kTileK, C::kTileQ>(s, k, columns_operand(smem.q[stage]), Quantized{});
+    ptx::wgmma_commit_group();
+    ptx::mbarrier_wait(smem.grad_full[stage], parity);
+    ptx::wgmma_fence();
+    multiply_transposed<C::kHeadDim, C::kTileK, C::kTileQ>(dp, v, columns_operand(smem.grad_out[stage]), T{});
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    ptx::hold(s);
+    const int diagonal = args.p.causal ? here.first_key - here.offset - tile * C::kTileQ : -C::kTileK;
+    if (diagonal > 1 - C::kTileK || keys_here < C::kTileK) {
+      const int key = consumer * kWarpgroupRows + threadIdx.x % kWarpgroup / 32 * 16 + ptx::laneid() / 4;
+      own.mask(s, {key < keys_here ? diagonal + key : C::kTileQ,
+                   key + 8 < keys_here ? diagonal + key + 8 : C::kTileQ});
+    }
+    own.probabilities(statistics, args.scale_log2, s);
+    ptx::mbarrier_wait(smem.grad_full[stage], parity);  // long done: keeps the compiler from moving exp2 below
+    ptx::wgmma_wait_group<0>();
+    ptx::hold(dp);
+    typename Consumer::Packed packed;
+    own.grad_scores(statistics, s, dp, packed);
+
+    ptx::wgmma_fence();
+    multiply_add(own.dk, packed, rows_operand<C::kTileQ>(smem.q[stage]), Quantized{});
+    ptx::wgmma_commit_group();
+    Quantized* grad_scores = smem.grad_scores[step % 2];
+    own.store_grad_scores({ptx::smem_addr(grad_scores).bits + consumer * panel_bytes(C::kTileQ)}, packed);
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync<kConsumers * kWarpgroup>(kScoreGradBarrier);
+    float dq[8][4];
+    ptx::wgmma_fence();
+    multiply<kKeySteps, C::kTileQ>(
+        dq, columns_operand(grad_scores, kSplitColumns ? 0 : consumer * kWarpgroupRows), k_rows, Quantized{});
+    ptx::wgmma_commit_group();
+
+    typename Consumer::Packed quantized;
+    own.probability_operand(statistics, smem.scales[threadIdx.x / 32 - kWarpgroup / 32], s, quantized);
+    ptx::wgmma_fence();
+    multiply_add(own.dv, quantized, rows_operand<C::kTileQ>(smem.grad_out[stage]), T{});
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    ptx::hold(dq);
+    ptx::hold(own.dk);
+    if (leader()) ptx::mbarrier_arrive(smem.q_empty[stage]);
+    ptx::mbarrier_wait(smem.dq_empty[consumer], (step & 1) ^ 1);
+    own.store_dq(smem.dq[consumer], dq);
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive(smem.dq_full[step % kAdders][consumer]);
+    ptx::wgmma_wait_group<0>();
+    ptx::hold(own.dv);
+    if (leader()) ptx::mbarrier_arrive(smem.grad_empty[stage]);
+  });
+  if (!args.p.dk.data) return;
+  const int first_row = here.first_key + consumer * kWarpgroupRows;
+  const float dk_scale[2] = {args.p.softmax_scale, args.p.softmax_scale},
+              dv_scale[2] = {1.0f / kDvGain<T>, 1.0f / kDvGain<T>};
+  store_rows<C::kHeadDim, T>(args.p.dk, here.b, here.h_kv, first_row, shape.seq_k, own.dk, dk_scale);
+  store_rows<C::kHeadDim, T>(args.p.dv, here.b, here.h_kv, first_row, shape.seq_k, own.dv, dv_scale);
+}
+
+template <class C, class T, Recipe kRecipe>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardArgs args) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  auto& smem = *reinterpret_cast<BackwardSmem<C, T>*>(raw);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // known to be the same in a warp
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(smem.kv_full, 1);
+    for (int i = 0; i < C::kStages; ++i) {
+      ptx::mbarrier_init(smem.q_full[i], 1), ptx::mbarrier_init(smem.q_empty[i], kConsumerWarps);
+      ptx::mbarrier_init(smem.grad_full[i], 1), ptx::mbarrier_init(smem.grad_empty[i], kConsumerWarps);
+    }
+    for (int half = 0; half < kConsumers; ++half) {
+      for (int adder = 0; adder < kAdders; ++adder) ptx::mbarrier_init(smem.dq_full[adder][half], kWarpgroup);
+      ptx::mbarrier_init(smem.dq_empty[half], 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  const BackwardPlace<C> here(args, blockIdx.x);
+  if (warpgroup == 0) {
+    ptx::give_registers<kProducerRegisters>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 != 0) return;
+    if (warp == 0)
+      backward_produce<C, T>(args, smem, here);
+    else if (warp <= kAdders)
+      backward_add<C, T>(args, smem, here, warp - 1);
+  } else {
+    ptx::take_registers<kConsumerRegisters>();
+    backward_consume<C, T, kRecipe>(args, smem, here, warpgroup - 1);
+  }
+}
+
+template <class C, class T, Recipe kRecipe>
+cudaError_t launch(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
+                   cudaStream_t stream) {
+  const AttentionShape& s = p.shape;
+  BackwardArgs args{};
+  args.p = p, args.statistics = statistics, args.dq = dq;
+  args.tiles_q = static_cast<int>((s.seq_q + C::kTileQ - 1) / C::kTileQ);
+  args.tiles_k = static_cast<int>((s.seq_k + C::kTileK - 1) / C::kTileK);
+  args.scale_log2 = p.softmax_scale * kLog2e;
+  cudaError_t status = cudaSuccess;
+  const auto map = [&](CUtensorMap* to, const View& x, int64_t heads, int64_t rows, int box_rows, DType dtype) {
+    if (status == cudaSuccess) status = rows_map(to, x, s.batch, heads, rows, s.head_dim, box_rows, dtype);
+  };
+  map(&args.q, p.q, s.heads_q, s.seq_q, C::kTileQ, DType::kBFloat16);
+  map(&args.grad_out, p.grad_out, s.heads_q, s.seq_q, C::kTileQ, p.dtype);
+  map(&args.k, p.k, s.heads_kv, s.seq_k, C::kTileK, DType::kBFloat16);
+  map(&args.v, p.v, s.heads_kv, s.seq_k, C::kTileK, p.dtype);
+  if (status != cudaSuccess) return status;
+  return launch_tiles<BackwardSmem<C, T>>(backward_kernel<C, T, kRecipe>, args,
+                                          args.tiles_k * s.batch * s.heads_kv, stream);
+}
+
+template <class C, class T>
+cudaError_t launch_recipe(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
+                          cudaStream_t stream) {
+  switch (p.recipe) {
+    case Recipe::kCudnn: return launch<C, T, Recipe::kCudnn>(p, statistics, dq, stream);
+    case Recipe::kFp4: return launch<C, T, Recipe::kFp4>(p, statistics, dq, stream);
+    case Recipe::kFp4Qk: return launch<C, T, Recipe::kFp4Qk>(p, statistics, dq, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class T>
+cudaError_t launch_head_dim(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
+                          cudaStream_t stream) {
+  if (p.shape.head_dim == 64) return launch_recipe<BackwardConfig<64>, T>(p, statistics, dq, stream);
+  return launch_recipe<BackwardConfig<128>, T>(p, statistics, dq, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_backward(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
+                          cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch_head_dim<__half>(p, statistics, dq, stream)
+                                    : launch_head_dim<__nv_bfloat16>(p, statistics, dq, stream);
+}
+
+}  // namespace attn_qat::sm90

@@ -1,0 +1,417 @@
+// Forward with wgmma: one thread block for 128 query rows of a head. A producer warp copies K^ and V^ tiles of 128 keys
+// through two stages each; two warpgroups multiply, 64 rows each:
+//
+//   S = Q^ K^^T   p = exp2(t - E)   O_hp += p V^   O += P^ V^ with P^ = p quantised along keys
+//
+// One step of a warpgroup, the other half a step behind: while one is in the softmax, the other keeps the tensor cores
+// busy.
+//
+//   consumer 0   S wait | softmax, quantise      | O_hp, O wait S wait | softmax, quantise ...
+//   consumer 1   ... O wait S wait | softmax, quantise      | O_hp, O wait S wait | ...
+//
+// Where P is quantised, keys are interleaved by the tensor map (tensor_map.h), so that a thread holds whole blocks of
+// 16 keys of a row: no shuffles, and a block's maximum falls out of the row maximum. S is turned in place into the two
+// packed left operands, p and P^: 64 registers where it had 64.
+//
+// Recipe cudnn quantises against the final E (contract section 2): a first pass over K^ finds it.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/math.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/tile.cuh"
+#include "cuda/tile/probability_quantizer.cuh"
+
+namespace attn_qat::sm90 {
+namespace {
+
+struct ForwardArgs {
+  CUtensorMap q, k, v;
+  ForwardParams p;
+  int tiles_q;
+  int key_boxes;     // of 64 keys, for each kv head: where keys are interleaved
+  float scale_log2;  // softmax_scale * log2 e
+};
+
+template <class C, class T>
+struct ForwardSmem {
+  alignas(1024) Quantized q[C::kTileQ * C::kHeadDim];
+  alignas(1024) Quantized k[C::kStages][C::kTileK * C::kHeadDim];
+  alignas(1024) T v[C::kStages][C::kTileK * C::kHeadDim];
+  // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp.
+  uint64_t q_full, k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+};
+
+// The tile of a thread block and what it sees.
+template <class C>
+struct ForwardPlace {
+  int b, h, h_kv, first_row, offset, tiles_k;
+
+  __device__ ForwardPlace(const ForwardArgs& args, uint32_t block) {
+    const AttentionShape& shape = args.p.shape;
+    const auto tiles_q = static_cast<uint32_t>(args.tiles_q), heads_q = static_cast<uint32_t>(shape.heads_q);
+    // The last query tiles see the most keys under a causal mask: they start first.
+    const uint32_t head = block / tiles_q, tile_q = tiles_q - 1 - block % tiles_q;
+    b = head / heads_q, h = head % heads_q, h_kv = h / (heads_q / static_cast<uint32_t>(shape.heads_kv));
+    first_row = tile_q * C::kTileQ;
+    const int seq_q = static_cast<int>(shape.seq_q), seq_k = static_cast<int>(shape.seq_k);
+    offset = seq_k - seq_q;
+    const int last_row = min(first_row + C::kTileQ, seq_q) - 1;
+    const int keys = args.p.causal ? max(last_row + 1 + offset, 0) : seq_k;
+    tiles_k = (keys + C::kTileK - 1) / C::kTileK;
+  }
+};
+
+// The i-th use of a ring of stages: which one, and the parity of its phase.
+template <int kStages>
+__device__ __forceinline__ int stage_of(int i) {
+  return i % kStages;
+}
+template <int kStages>
+__device__ __forceinline__ uint32_t parity_of(int i) {
+  return i / kStages & 1;
+}
+
+template <class C, class T, Recipe kRecipe>
+__device__ __forceinline__ void forward_produce(const ForwardArgs& args, ForwardSmem<C, T>& smem,
+                                                const ForwardPlace<C>& here) {
+  constexpr bool kInterleaved = kRecipe != Recipe::kFp4Qk;
+  constexpr int kPanels = C::kHeadDim / kPanelColumns, kBox = 64;
+  constexpr uint32_t kTileBytes = panel_bytes(C::kTileK) * kPanels;
+  const int first_box = (here.b * static_cast<int>(args.p.shape.heads_kv) + here.h_kv) * args.key_boxes;
+  const auto load_keys = [&](void* tile, const CUtensorMap& map, uint64_t& full, int j) {
+    ptx::mbarrier_arrive_expect_tx(full, kTileBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const ptx::SmemAddr to{ptx::smem_addr(tile).bits + panel * panel_bytes(C::kTileK)};
+      if constexpr (kInterleaved)
+        for (int box = 0; box < C::kTileK / kBox; ++box)
+          ptx::load_box({to.bits + box * panel_bytes(kBox)}, map, full, panel * kPanelColumns, 0, 0, 0,
+                        first_box + j * (C::kTileK / kBox) + box);
+      else
+        ptx::load_box(to, map, full, panel * kPanelColumns, j * C::kTileK, here.h_kv, here.b);
+    }
+  };
+
+  ptx::mbarrier_arrive_expect_tx(smem.q_full, panel_bytes(C::kTileQ) * kPanels);
+  for (int panel = 0; panel < kPanels; ++panel)
+    ptx::load_box({ptx::smem_addr(smem.q).bits + panel * panel_bytes(C::kTileQ)}, args.q, smem.q_full,
+                  panel * kPanelColumns, here.first_row, here.h, here.b);
+  const auto load_k = [&](int j, int use) {
+    const int stage = stage_of<C::kStages>(use);
+    ptx::mbarrier_wait(smem.k_empty[stage], parity_of<C::kStages>(use) ^ 1);
+    load_keys(smem.k[stage], args.k, smem.k_full[stage], j);
+  };
+  constexpr bool kTwoPasses = kRecipe == Recipe::kCudnn;
+  if constexpr (kTwoPasses)
+    for (int j = 0; j < here.tiles_k; ++j) load_k(j, j);
+  for (int j = 0; j < here.tiles_k; ++j) {
+    load_k(j, kTwoPasses ? here.tiles_k + j : j);
+    const int stage = stage_of<C::kStages>(j);
+    ptx::mbarrier_wait(smem.v_empty[stage], parity_of<C::kStages>(j) ^ 1);
+    load_keys(smem.v[stage], args.v, smem.v_full[stage], j);
+  }
+}
+
+#ifndef HANDOVER
+#define HANDOVER 0
+#endif
+constexpr int kHandOver = HANDOVER;
+constexpr float kNegativeInfinity = -__builtin_inff();
+
+template <class C, class T, Recipe kRecipe>
+struct ForwardConsumer {
+  static constexpr int kNTiles = C::kTileK / 8, kDTiles = C::kHeadDim / 8, kKeySteps = C::kTileK / 16;
+  static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
+  static constexpr int kBlocks = kQuantizes ? C::kTileK / 64 : 1;  // of 16 keys, of a thread's row
+  using Packed = uint32_t[kKeySteps][4];
+
+  float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kDTiles][4];
+  float exponent[2], row_sum[2];
+  // Row sums of p as the products see it, rounded: what O_hp is divided by, so that a row of one key gives V
+  // itself and delta carries no bias. lse and O take row_sum, of p before rounding.
+  float rounded_sum[2];
+
+  __device__ ForwardConsumer() {
+    zero(high_precision_out);
+    zero(out);
+    exponent[0] = exponent[1] = kNegativeInfinity;
+    row_sum[0] = row_sum[1] = rounded_sum[0] = rounded_sum[1] = 0.0f;
+  }
+
+  // Key of column 8 j + 2 (lane % 4) + e of S, but for what the lane adds.
+  __host__ __device__ static constexpr int key_of(int j, int e) {
+    return kQuantizes ? j / 8 * 64 + j % 8 * 2 + e : 8 * j + e;
+  }
+  __device__ static int first_key() { return ptx::laneid() % 4 * (kQuantizes ? 16 : 2); }
+
+  // Row half r does not see keys from limit[r] on.
+  __device__ void mask(float (&s)[kNTiles][4], const int (&limit)[2]) const {
+    const int first = first_key(), end[2] = {limit[0] - first, limit[1] - first};
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (key_of(j, e % 2) >= end[e / 2]) s[j][e] = kNegativeInfinity;
+  }
+
+  // Largest t = scale s of this thread's blocks in each row.
+  __device__ void block_maxima(const float (&s)[kNTiles][4], float scale_log2,
+                               float (&block_max)[2][kBlocks]) const {
+    constexpr int kTiles = kNTiles / kBlocks;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        float top = fmaxf(s[block * kTiles][2 * r], s[block * kTiles][2 * r + 1]);
+#pragma unroll
+        for (int j = 1; j < kTiles; ++j)
+          top = fmaxf(top, fmaxf(s[block * kTiles + j][2 * r], s[block * kTiles + j][2 * r + 1]));
+        block_max[r][block] = __fmul_rn(top, scale_log2);
+      }
+  }
+
+  // Takes a tile into the exponents; what was summed so far follows by an exact 2^n.
+  __device__ void raise_exponents(const float (&block_max)[2][kBlocks]) {
+    bool grew = false;
+    float next[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = block_max[r][0];
+#pragma unroll
+      for (int block = 1; block < kBlocks; ++block) top = fmaxf(top, block_max[r][block]);
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      next[r] = fmaxf(exponent[r], ceilf(top));
+      grew |= next[r] != exponent[r];
+    }
+    if (kRecipe != Recipe::kCudnn && __any_sync(0xffffffffu, grew)) {  // cudnn: nothing is summed yet
+#pragma unroll
+      for (int r = 0; r < 2; ++r) rescale(r, next[r] == exponent[r] ? 1.0f : ptx::ex2_approx_ftz(exponent[r] - next[r]));
+    }
+    exponent[0] = next[0], exponent[1] = next[1];
+  }
+
+  __device__ void rescale(int r, float factor) {
+#pragma unroll
+    for (int i = 0; i < kDTiles; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        high_precision_out[i][2 * r + e] *= factor;
+        if constexpr (kQuantizes) out[i][2 * r + e] *= factor;
+      }
+    row_sum[r] *= factor, rounded_sum[r] *= factor;
+  }
+
+  // One block of s becomes p, packed as the left operands of p V^ and, quantised with a gain of 2^k left in, of P^ V^.
+  template <int block>
+  __device__ void probabilities(float (&s)[kNTiles][4], float scale_log2, const float (&block_max)[2][kBlocks],
+                                Packed& p, Packed& quantized) {
+    constexpr float kGain = kProbabilityGain<kRecipe>;
+    constexpr int kTiles = kNTiles / kBlocks;
+    const float shift[2] = {exponent[0] == kNegativeInfinity ? 0.0f : exponent[0],
+                            exponent[1] == kNegativeInfinity ? 0.0f : exponent[1]};
+    {
+      tile::BlockScale scale[2];
+      if constexpr (kQuantizes)
+        for (int r = 0; r < 2; ++r)
+          scale[r] = tile::block_scale(ptx::ex2_approx_ftz(block_max[r][block] - shift[r]), kGain);
+#pragma unroll
+      for (int j = block * kTiles; j < (block + 1) * kTiles; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float &p0 = s[j][2 * r], &p1 = s[j][2 * r + 1];
+          p0 = ptx::ex2_approx_ftz(__fmul_rn(p0, scale_log2) - shift[r]);
+          p1 = ptx::ex2_approx_ftz(__fmul_rn(p1, scale_log2) - shift[r]);
+          row_sum[r] += p0 + p1;
+          const uint32_t packed = tile::pack(p0, p1, T{});
+          const float2 rounded = tile::unpack(packed, T{});
+          rounded_sum[r] += rounded.x + rounded.y;
+          p[j / 2][j % 2 * 2 + r] = packed;
+          if constexpr (kQuantizes) {
+            tile::quantize_pair(p0, p1, scale[r].reciprocal, scale[r].scale * kGain);
+            quantized[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
+          }
+        }
+    }
+  }
+
+  __device__ void store(const ForwardParams& p, const ForwardPlace<C>& here, int first_row) const {
+    constexpr float kInverseGain = 1.0f / kProbabilityGain<kRecipe>;
+    const int lane = ptx::laneid();
+    float out_scale[2], high_precision_scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = row_sum[r], rounded = rounded_sum[r];
+#pragma unroll
+      for (int step = 1; step <= 2; step *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        rounded += __shfl_xor_sync(0xffffffffu, rounded, step);
+      }
+      const bool empty = sum == 0.0f;
+      out_scale[r] = empty ? 0.0f : kInverseGain / sum;
+      high_precision_scale[r] = empty ? 0.0f : 1.0f / rounded;
+      const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4 + 8 * r;
+      if (lane % 4 != 0 || row >= p.shape.seq_q) continue;
+      const int64_t at = (here.b * p.shape.heads_q + here.h) * p.shape.seq_q + row;
+      p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
+      p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
+    }
+    store_rows<C::kHeadDim, T>(p.high_precision_out, here.b, here.h, first_row, p.shape.seq_q,
+                               high_precision_out, high_precision_scale);
+    if constexpr (kQuantizes)
+      store_rows<C::kHeadDim, T>(p.out, here.b, here.h, first_row, p.shape.seq_q, out, out_scale);
+    else
+      store_rows<C::kHeadDim, T>(p.out, here.b, here.h, first_row, p.shape.seq_q, high_precision_out,
+                                 high_precision_scale);
+  }
+};
+
+template <class C, class T, Recipe kRecipe>
+__device__ __forceinline__ void forward_consume(const ForwardArgs& args, ForwardSmem<C, T>& smem,
+                                                const ForwardPlace<C>& here, int consumer) {
+  using Consumer = ForwardConsumer<C, T, kRecipe>;
+  const ForwardParams& p = args.p;
+  const int first_row = here.first_row + consumer * kWarpgroupRows, seq_k = static_cast<int>(p.shape.seq_k);
+  const int all_visible = p.causal ? min(first_row + 1 + here.offset, seq_k) : seq_k;
+  const uint64_t q = columns_operand(smem.q, consumer * kWarpgroupRows);
+  const auto leader = [] { return ptx::laneid() == 0; };
+  Consumer own;
+  const auto start_scores = [&](int use, float (&s)[Consumer::kNTiles][4]) {
+    const int stage = stage_of<C::kStages>(use);
+    ptx::mbarrier_wait(smem.k_full[stage], parity_of<C::kStages>(use));
+    ptx::wgmma_fence();
+    multiply_transposed<C::kHeadDim, C::kTileQ, C::kTileK>(s, q, columns_operand(smem.k[stage]), Quantized{});
+    ptx::wgmma_commit_group();
+  };
+  const auto finish_scores = [&](int j, int use, float (&s)[Consumer::kNTiles][4]) {
+    ptx::wgmma_wait_group<0>();
+    ptx::hold(s);
+    if (leader()) ptx::mbarrier_arrive(smem.k_empty[stage_of<C::kStages>(use)]);
+    const int from = j * C::kTileK;
+    if (from > all_visible - C::kTileK) {
+      const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
+      const int end = seq_k - from, diagonal = row + 1 + here.offset - from;
+      own.mask(s, {p.causal ? min(end, diagonal) : end, p.causal ? min(end, diagonal + 8) : end});
+    }
+  };
+
+  ptx::mbarrier_wait(smem.q_full, 0);
+  if constexpr (kRecipe == Recipe::kCudnn)
+    for (int j = 0; j < here.tiles_k; ++j) {
+      float s[Consumer::kNTiles][4], block_max[2][Consumer::kBlocks];
+      start_scores(j, s);
+      finish_scores(j, j, s);
+      own.block_maxima(s, args.scale_log2, block_max);
+      own.raise_exponents(block_max);
+    }
+  if (kHandOver < 2 && consumer == 1 && here.tiles_k > 0)
+    ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier);
+  for (int j = 0; j < here.tiles_k; ++j) {
+    float s[Consumer::kNTiles][4], block_max[2][Consumer::kBlocks];
+    if (kHandOver == 0 && j == 0) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer);
+    const int use = kRecipe == Recipe::kCudnn ? here.tiles_k + j : j;
+    start_scores(use, s);
+    if (kHandOver == 0) ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer ^ 1));
+    finish_scores(j, use, s);
+    own.block_maxima(s, args.scale_log2, block_max);
+    if constexpr (kRecipe != Recipe::kCudnn) own.raise_exponents(block_max);
+    typename Consumer::Packed packed, quantized;
+    own.template probabilities<0>(s, args.scale_log2, block_max, packed, quantized);
+    const int stage = stage_of<C::kStages>(j);
+    ptx::mbarrier_wait(smem.v_full[stage], parity_of<C::kStages>(j));
+    if constexpr (Consumer::kBlocks > 1) own.template probabilities<1>(s, args.scale_log2, block_max, packed, quantized);
+    if (kHandOver < 2) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer);
+    const uint64_t values = rows_operand<C::kTileK>(smem.v[stage]);
+    ptx::wgmma_fence();
+    multiply_add(own.high_precision_out, packed, values, T{});
+    if constexpr (Consumer::kQuantizes) multiply_add(own.out, quantized, values, T{});
+    ptx::wgmma_commit_group();
+    if ((kHandOver == 1 && (j + 1 < here.tiles_k || consumer == 0)) ||
+        (kHandOver == 0 && j + 1 == here.tiles_k && consumer == 0))
+      ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer ^ 1));
+    ptx::wgmma_wait_group<0>();
+    ptx::hold(own.high_precision_out);
+    if constexpr (Consumer::kQuantizes) ptx::hold(own.out);
+    if (leader()) ptx::mbarrier_arrive(smem.v_empty[stage]);
+  }
+  own.store(p, here, first_row);
+}
+
+template <class C, class T, Recipe kRecipe>
+__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardArgs args) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  auto& smem = *reinterpret_cast<ForwardSmem<C, T>*>(raw);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // known to be the same in a warp
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(smem.q_full, 1);
+    for (int i = 0; i < C::kStages; ++i) {
+      ptx::mbarrier_init(smem.k_full[i], 1), ptx::mbarrier_init(smem.v_full[i], 1);
+      ptx::mbarrier_init(smem.k_empty[i], kConsumers * kWarpgroup / 32);
+      ptx::mbarrier_init(smem.v_empty[i], kConsumers * kWarpgroup / 32);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  const ForwardPlace<C> here(args, blockIdx.x);
+  if (warpgroup == 0) {
+    ptx::give_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) forward_produce<C, T, kRecipe>(args, smem, here);
+  } else {
+    ptx::take_registers<kConsumerRegisters>();
+    forward_consume<C, T, kRecipe>(args, smem, here, warpgroup - 1);
+  }
+}
+
+template <class C, class T, Recipe kRecipe>
+cudaError_t launch(const ForwardParams& p, int64_t padded_keys, cudaStream_t stream) {
+  const AttentionShape& s = p.shape;
+  ForwardArgs args{};
+  args.p = p;
+  args.tiles_q = static_cast<int>((s.seq_q + C::kTileQ - 1) / C::kTileQ);
+  args.key_boxes = static_cast<int>(padded_keys / 64);
+  args.scale_log2 = p.softmax_scale * kLog2e;
+  cudaError_t status =
+      rows_map(&args.q, p.q, s.batch, s.heads_q, s.seq_q, s.head_dim, C::kTileQ, DType::kBFloat16);
+  const auto keys_map = [&](CUtensorMap* map, const View& x, DType dtype) {
+    if (status != cudaSuccess) return;
+    status = kRecipe == Recipe::kFp4Qk
+                 ? rows_map(map, x, s.batch, s.heads_kv, s.seq_k, s.head_dim, C::kTileK, dtype)
+                 : interleaved_rows_map(map, x.data, s.batch * s.heads_kv * padded_keys, s.head_dim, dtype);
+  };
+  keys_map(&args.k, p.k, DType::kBFloat16);
+  keys_map(&args.v, p.v, p.dtype);
+  if (status != cudaSuccess) return status;
+  return launch_tiles<ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe>, args,
+                                         args.tiles_q * s.batch * s.heads_q, stream);
+}
+
+template <class C, class T>
+cudaError_t launch_recipe(const ForwardParams& p, int64_t padded_keys, cudaStream_t stream) {
+  switch (p.recipe) {
+    case Recipe::kCudnn: return launch<C, T, Recipe::kCudnn>(p, padded_keys, stream);
+    case Recipe::kFp4: return launch<C, T, Recipe::kFp4>(p, padded_keys, stream);
+    case Recipe::kFp4Qk: return launch<C, T, Recipe::kFp4Qk>(p, padded_keys, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class T>
+cudaError_t launch_head_dim(const ForwardParams& p, int64_t padded_keys, cudaStream_t stream) {
+  if (p.shape.head_dim == 64) return launch_recipe<ForwardConfig<64>, T>(p, padded_keys, stream);
+  return launch_recipe<ForwardConfig<128>, T>(p, padded_keys, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_forward(const ForwardParams& p, int64_t padded_keys, cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch_head_dim<__half>(p, padded_keys, stream)
+                                    : launch_head_dim<__nv_bfloat16>(p, padded_keys, stream);
+}
+
+}  // namespace attn_qat::sm90
