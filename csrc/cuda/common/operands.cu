@@ -2,8 +2,8 @@
 // kernels. Q and K always in blocks along the head dimension, V by recipe. Thread blocks are handed out to Q,
 // K and V in turn.
 //
-// Along the head dimension two neighbouring lanes hold a block, 8 values in 16 bytes each. Along keys one
-// lane holds 8 columns of 16 rows. Every value fits BF16 and FP16 exactly.
+// A thread block takes rows of one head. Along the head dimension two neighbouring lanes hold a block, 8 values in 16
+// bytes each. Along keys one lane holds 8 columns of 16 rows. Every value fits BF16 and FP16 exactly.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -17,21 +17,21 @@ namespace {
 
 using nvfp4::kBlock;
 
-constexpr int kThreads = 256, kValues = 8;  // values of a lane: one 16-byte access
+constexpr int kThreads = 128, kValues = 8;  // values of a lane: one 16-byte access
+constexpr int kUnroll = 4;                  // accesses of a lane that are in flight, where blocks lie in a row
 
 struct Operand {
   View in;
   void* out;
-  int64_t heads, rows;  // of [B, heads, rows, head_dim]
-  int64_t padded_rows;  // of a head in `out`; those from `rows` on become zero
-  int64_t lanes;        // work items: one lane each
-  uint32_t blocks;      // thread blocks
+  uint32_t heads, rows;     // of [B, heads, rows, head_dim]
+  uint32_t padded_rows;     // of a head in `out`; those from `rows` on become zero
+  uint32_t blocks_of_head;  // thread blocks
+  uint32_t blocks;
   bool along_rows;
 };
 
 struct OperandArgs {
   Operand operands[3];  // Q, K, V; the unused last one has no blocks
-  int chunks;           // head_dim / kValues
 };
 
 __device__ __forceinline__ float2 to_floats(__nv_bfloat162 x) { return __bfloat1622float2(x); }
@@ -60,44 +60,60 @@ __device__ __forceinline__ uint4 packed(const float (&x)[kValues]) {
   return word;
 }
 
-// Element of the operand where (head, row, chunk) starts.
-template <class Element>
-__device__ __forceinline__ const Element* source(const Operand& o, int64_t head, int64_t row, int chunk) {
-  const int64_t b = head / o.heads, h = head - b * o.heads;
-  return static_cast<const Element*>(o.in.data) + b * o.in.stride_b + h * o.in.stride_h +
-         row * o.in.stride_s + chunk * kValues;
+// Rows of a head that a thread block takes.
+template <int kChunks>
+__host__ __device__ constexpr uint32_t rows_of_block(bool along_rows) {
+  return along_rows ? kThreads / kChunks * kBlock : kThreads / kChunks * kUnroll;
 }
 
-template <class InPair, class OutPair>
-__device__ void quantize_along_head_dim(const Operand& o, int64_t lane, int chunks) {
-  // Lanes of a block sit side by side and head_dim is whole blocks: either both run or neither.
-  if (lane >= o.lanes) return;
-  const int64_t padded_row = lane / chunks, head = padded_row / o.padded_rows;
-  const int64_t row = padded_row - head * o.padded_rows;
-  const int chunk = static_cast<int>(lane - padded_row * chunks);
-  float x[kValues] = {};
-  if (row < o.rows) unpack<InPair>(*reinterpret_cast<const uint4*>(source<uint16_t>(o, head, row, chunk)), x);
-  uint32_t amax = 0;
+// The head of thread block `block`: its elements, and where it starts in `out`.
+struct Head {
+  const uint16_t* in;
+  int64_t out_row;
+  uint32_t first_row;  // of the thread block
+
+  __device__ Head(const Operand& o, uint32_t block, uint32_t rows_of_block) {
+    const uint32_t head = block / o.blocks_of_head, b = head / o.heads, h = head - b * o.heads;
+    in = static_cast<const uint16_t*>(o.in.data) + b * o.in.stride_b + h * o.in.stride_h;
+    out_row = int64_t{head} * o.padded_rows;
+    first_row = (block - head * o.blocks_of_head) * rows_of_block;
+  }
+};
+
+template <int kChunks, class InPair, class OutPair>
+__device__ void quantize_along_head_dim(const Operand& o, uint32_t block) {
+  const Head head(o, block, rows_of_block<kChunks>(false));
+  const uint32_t chunk = threadIdx.x % kChunks, first = head.first_row + threadIdx.x / kChunks;
+  uint4 words[kUnroll];
 #pragma unroll
-  for (float value : x) amax = max(amax, nvfp4::magnitude_bits(value));
-  amax = max(amax, __shfl_xor_sync(3u << (threadIdx.x % 32 / 2 * 2), amax, 1));
-  tile::fake_quantize(x, tile::block_scale(amax));
-  static_cast<uint4*>(o.out)[lane] = packed<OutPair>(x);
+  for (int i = 0; i < kUnroll; ++i) {
+    const uint32_t row = first + i * (kThreads / kChunks);
+    words[i] = row < o.rows ? *reinterpret_cast<const uint4*>(head.in + row * o.in.stride_s + chunk * kValues)
+                            : uint4{};
+  }
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    const uint32_t row = first + i * (kThreads / kChunks);
+    float x[kValues];
+    unpack<InPair>(words[i], x);
+    uint32_t amax = 0;
+#pragma unroll
+    for (float value : x) amax = max(amax, nvfp4::magnitude_bits(value));
+    amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
+    tile::fake_quantize(x, tile::block_scale(amax));
+    if (row < o.padded_rows) static_cast<uint4*>(o.out)[(head.out_row + row) * kChunks + chunk] = packed<OutPair>(x);
+  }
 }
 
-template <class Pair>
-__device__ void quantize_along_rows(const Operand& o, int64_t lane, int chunks) {
-  if (lane >= o.lanes) return;
-  const int64_t group = lane / chunks, groups = (o.padded_rows + kBlock - 1) / kBlock, head = group / groups;
-  const int chunk = static_cast<int>(lane - group * chunks);
-  const int64_t first = (group - head * groups) * kBlock;
-  const int rows = static_cast<int>(min(o.rows - first, int64_t{kBlock}));  // that exist; none in padding
-  const int stored = static_cast<int>(min(o.padded_rows - first, int64_t{kBlock}));
-  const auto* from = source<uint16_t>(o, head, first, chunk);
+template <int kChunks, class Pair>
+__device__ void quantize_along_rows(const Operand& o, uint32_t block) {
+  const Head head(o, block, rows_of_block<kChunks>(true));
+  const uint32_t chunk = threadIdx.x % kChunks, first = head.first_row + threadIdx.x / kChunks * kBlock;
+  const uint16_t* from = head.in + first * o.in.stride_s + chunk * kValues;
   uint4 words[kBlock];
 #pragma unroll
   for (int r = 0; r < kBlock; ++r)
-    words[r] = r < rows ? *reinterpret_cast<const uint4*>(from + r * o.in.stride_s) : uint4{};
+    words[r] = first + r < o.rows ? *reinterpret_cast<const uint4*>(from + r * o.in.stride_s) : uint4{};
   uint32_t amax[kValues] = {};
 #pragma unroll
   for (int r = 0; r < kBlock; ++r) {
@@ -109,10 +125,10 @@ __device__ void quantize_along_rows(const Operand& o, int64_t lane, int chunks) 
   float scale[kValues];
 #pragma unroll
   for (int i = 0; i < kValues; ++i) scale[i] = tile::block_scale(amax[i]);
-  uint4* to = static_cast<uint4*>(o.out) + (head * o.padded_rows + first) * chunks + chunk;
+  uint4* to = static_cast<uint4*>(o.out) + (head.out_row + first) * kChunks + chunk;
 #pragma unroll
   for (int r = 0; r < kBlock; ++r) {
-    if (r >= stored) return;
+    if (first + r >= o.padded_rows) return;
     float x[kValues];
     unpack<Pair>(words[r], x);
 #pragma unroll
@@ -121,50 +137,66 @@ __device__ void quantize_along_rows(const Operand& o, int64_t lane, int chunks) 
       tile::fake_quantize(one, scale[i]);
       x[i] = one[0];
     }
-    to[r * chunks] = packed<Pair>(x);
+    to[r * kChunks] = packed<Pair>(x);
   }
 }
 
-template <class Pair>
+template <int kChunks, class Pair>
 __global__ void __launch_bounds__(kThreads)
     quantize_operands_kernel(const __grid_constant__ OperandArgs args) {
   uint32_t block = blockIdx.x;
   int which = 0;
   while (block >= args.operands[which].blocks) block -= args.operands[which++].blocks;
   const Operand& o = args.operands[which];
-  const int64_t lane = int64_t{block} * kThreads + threadIdx.x;
   if (which == 2 && o.along_rows)
-    quantize_along_rows<Pair>(o, lane, args.chunks);
+    quantize_along_rows<kChunks, Pair>(o, block);
   else if (which == 2)
-    quantize_along_head_dim<Pair, Pair>(o, lane, args.chunks);
+    quantize_along_head_dim<kChunks, Pair, Pair>(o, block);
   else
-    quantize_along_head_dim<Pair, __nv_bfloat162>(o, lane, args.chunks);
+    quantize_along_head_dim<kChunks, Pair, __nv_bfloat162>(o, block);
 }
 
-Operand operand(const View& in, void* out, const AttentionShape& s, int64_t heads, int64_t rows,
-                int64_t padded_rows, bool along_rows) {
+template <int kChunks>
+Operand operand(const View& in, void* out, int64_t batch, int64_t heads, int64_t rows, int64_t padded_rows,
+                bool along_rows) {
   if (!out) return {};
-  const int64_t lines = along_rows ? (padded_rows + kBlock - 1) / kBlock : padded_rows;
-  const int64_t lanes = s.batch * heads * lines * (s.head_dim / kValues);
-  return {in, out, heads, rows, padded_rows, lanes, static_cast<uint32_t>((lanes + kThreads - 1) / kThreads), along_rows};
+  const uint32_t rows_each = rows_of_block<kChunks>(along_rows);
+  const auto of_head = static_cast<uint32_t>((padded_rows + rows_each - 1) / rows_each);
+  return {in,
+          out,
+          static_cast<uint32_t>(heads),
+          static_cast<uint32_t>(rows),
+          static_cast<uint32_t>(padded_rows),
+          of_head,
+          static_cast<uint32_t>(batch * heads * of_head),
+          along_rows};
+}
+
+template <int kChunks, class Pair>
+cudaError_t launch(const OperandParams& p, cudaStream_t stream) {
+  const AttentionShape& s = p.shape;
+  const OperandArgs args{
+      {operand<kChunks>(p.q, p.q_hat, s.batch, s.heads_q, s.seq_q, s.seq_q, false),
+       operand<kChunks>(p.k, p.k_hat, s.batch, s.heads_kv, s.seq_k, p.padded_keys, false),
+       operand<kChunks>(p.v, p.v_hat, s.batch, s.heads_kv, s.seq_k, p.padded_keys, p.recipe == Recipe::kFp4)}};
+  const unsigned blocks = args.operands[0].blocks + args.operands[1].blocks + args.operands[2].blocks;
+  if (blocks == 0) return cudaSuccess;
+  quantize_operands_kernel<kChunks, Pair><<<blocks, kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <class Pair>
+cudaError_t launch_head_dim(const OperandParams& p, cudaStream_t stream) {
+  if (p.shape.head_dim == 64) return launch<64 / kValues, Pair>(p, stream);
+  if (p.shape.head_dim == 128) return launch<128 / kValues, Pair>(p, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
 cudaError_t quantize_operands(const OperandParams& p, cudaStream_t stream) {
-  const AttentionShape& s = p.shape;
-  const OperandArgs args{{operand(p.q, p.q_hat, s, s.heads_q, s.seq_q, s.seq_q, false),
-                          operand(p.k, p.k_hat, s, s.heads_kv, s.seq_k, p.padded_keys, false),
-                          operand(p.v, p.v_hat, s, s.heads_kv, s.seq_k, p.padded_keys,
-                                  p.recipe == Recipe::kFp4)},
-                         static_cast<int>(s.head_dim / kValues)};
-  const unsigned blocks = args.operands[0].blocks + args.operands[1].blocks + args.operands[2].blocks;
-  if (blocks == 0) return cudaSuccess;
-  if (p.dtype == DType::kFloat16)
-    quantize_operands_kernel<__half2><<<blocks, kThreads, 0, stream>>>(args);
-  else
-    quantize_operands_kernel<__nv_bfloat162><<<blocks, kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  return p.dtype == DType::kFloat16 ? launch_head_dim<__half2>(p, stream)
+                                    : launch_head_dim<__nv_bfloat162>(p, stream);
 }
 
 }  // namespace attn_qat::common

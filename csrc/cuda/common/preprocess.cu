@@ -103,25 +103,27 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ R
 #pragma unroll
       for (int step = kLanes / 2; step > 0; step /= 2) sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], step);
   }
+  // Lane r of a row's lanes finishes row r.
+  float sum = 0.0f;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t row = first + r * (kThreads / kLanes);
-    if (row >= args.rows || lane != 0) continue;
-    if (row < args.counter_count) args.counters[row] = 0;
-    const Row at(args, row);
-    RowStatistics x{};
-    if (at.s < args.seq) {
-      const int64_t unpadded = at.head * args.seq + at.s;
-      const float delta = args.delta_in ? args.delta_in[unpadded] : sums[r];
-      if (args.delta_out) args.delta_out[unpadded] = delta;
-      if (args.statistics || args.pairs) x = statistics_of(args, unpadded, delta);
-      if (args.statistics) args.statistics[unpadded] = x;
-    }
-    if (args.pairs) {
-      RowPairStatistics& pair = args.pairs[row / 2];
-      pair.exponent[row % 2] = x.exponent, pair.delta[row % 2] = x.delta, pair.normaliser[row % 2] = x.normaliser;
-      pair.normalised_delta[row % 2] = x.normaliser * x.delta;
-    }
+  for (int r = 0; r < kRows; ++r)
+    if (lane == r) sum = sums[r];
+  const int64_t row = first + lane * (kThreads / kLanes);
+  if (row >= args.rows || lane >= kRows) return;
+  if (row < args.counter_count) args.counters[row] = 0;
+  const Row at(args, row);
+  RowStatistics x{};
+  if (at.s < args.seq) {
+    const int64_t unpadded = at.head * args.seq + at.s;
+    const float delta = args.delta_in ? args.delta_in[unpadded] : sum;
+    if (args.delta_out) args.delta_out[unpadded] = delta;
+    if (args.statistics || args.pairs) x = statistics_of(args, unpadded, delta);
+    if (args.statistics) args.statistics[unpadded] = x;
+  }
+  if (args.pairs) {
+    RowPairStatistics& pair = args.pairs[row / 2];
+    pair.exponent[row % 2] = x.exponent, pair.delta[row % 2] = x.delta, pair.normaliser[row % 2] = x.normaliser;
+    pair.normalised_delta[row % 2] = x.normaliser * x.delta;
   }
 }
 

@@ -33,6 +33,18 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
     for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(d[i][j])::"memory");
 }
 
+__device__ __forceinline__ void hold(uint32_t (&a)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(a[j])::"memory");
+}
+template <int kSteps>
+__device__ __forceinline__ void hold(uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(a[i][j])::"memory");
+}
+
 // Shared-memory matrix descriptor, 128-byte swizzle: rows of 128 bytes, groups of eight rows (1024 bytes) one after
 // the other. panel_bytes: distance between 64-column panels of an MN-major operand.
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t panel_bytes = 0) {
@@ -55,7 +67,7 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes)
   "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"   \
   "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 
-// wgmma_mma for one width and type, a from shared memory and from registers. With `accumulate` false d starts at 0.
+// wgmma for one width and type, a from shared memory and from registers. With `accumulate` false d starts at 0.
 #define ATTN_QAT_WGMMA(N, TILES, D, TYPE, T, A0, A1, A2, A3, A4, A5, ...)                                      \
   template <int kTransB>                                                                                       \
   __device__ __forceinline__ void wgmma(float (&d)[TILES][4], uint64_t a, uint64_t b, bool accumulate, T) {    \
@@ -77,14 +89,19 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes)
                    "n"(kTransB)                                                                                \
                  : "memory");                                                                                  \
   }
+#define ATTN_QAT_TRANS_1 "10"
 #define ATTN_QAT_TRANS_8 "38"
 #define ATTN_QAT_TRANS_16 "70"
+#define ATTN_QAT_WGMMA_8(TYPE, T)                                                                              \
+  ATTN_QAT_WGMMA(8, 1, "{%0,%1,%2,%3}", TYPE, T, "%4", "%5", "%6", "%7", "%8", "%9", ATTN_QAT_ACC(d, 0))
 #define ATTN_QAT_WGMMA_64(TYPE, T)                                                                             \
   ATTN_QAT_WGMMA(64, 8, ATTN_QAT_D32, TYPE, T, "%32", "%33", "%34", "%35", "%36", "%37", ATTN_QAT_ACC8(d, 0))
 #define ATTN_QAT_WGMMA_128(TYPE, T)                                                                            \
   ATTN_QAT_WGMMA(128, 16, ATTN_QAT_D64, TYPE, T, "%64", "%65", "%66", "%67", "%68", "%69",                     \
                  ATTN_QAT_ACC8(d, 0), ATTN_QAT_ACC8(d, 8))
 
+ATTN_QAT_WGMMA_8("bf16", __nv_bfloat16)
+ATTN_QAT_WGMMA_8("f16", __half)
 ATTN_QAT_WGMMA_64("bf16", __nv_bfloat16)
 ATTN_QAT_WGMMA_64("f16", __half)
 ATTN_QAT_WGMMA_128("bf16", __nv_bfloat16)
@@ -92,8 +109,10 @@ ATTN_QAT_WGMMA_128("f16", __half)
 
 #undef ATTN_QAT_WGMMA_128
 #undef ATTN_QAT_WGMMA_64
+#undef ATTN_QAT_WGMMA_8
 #undef ATTN_QAT_TRANS_16
 #undef ATTN_QAT_TRANS_8
+#undef ATTN_QAT_TRANS_1
 #undef ATTN_QAT_WGMMA
 #undef ATTN_QAT_D64
 #undef ATTN_QAT_D32

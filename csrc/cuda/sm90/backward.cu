@@ -18,9 +18,9 @@
 // the others through a scratch of its warp.
 //
 // dQ is summed over kv tiles in global memory, in FP32, in the order in which the accumulators hold it, by bulk copies
-// that add. For the same bits on every run they go in turns, kv tile 0 first: a counter for each query tile says whose
-// turn it is. Query tiles are visited from the last to the first and thread blocks start in the order of their kv
-// tiles, so a block waits only for blocks that started before it, and under a causal mask the longest start first.
+// that add. For the same bits on every run they go in turns: a counter for each query tile says how many kv tiles have
+// been added. A thread block waits only for blocks that started before it: kv tiles add, and start, in ascending order;
+// under a causal mask in descending order, so that nobody waits at the start.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -68,7 +68,10 @@ struct BackwardSmem {
   alignas(16) ColumnScale scales[kConsumerWarps][C::kTileQ];
   // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp.
   uint64_t kv_full, q_full[C::kStages], q_empty[C::kStages], grad_full[C::kStages], grad_empty[C::kStages];
-  // full: one arrival a consumer thread of that half; one barrier for each adder. empty: the adder's arrival.
+  // One arrival a consumer warp, late in a step: it has stored its part of that step's dS, and no longer reads that of
+  // the step before.
+  uint64_t grad_scores_full[2];
+  // full: one arrival a warp of that consumer; one barrier for each adder. empty: the adder's arrival.
   uint64_t dq_full[kAdders][kConsumers], dq_empty[kConsumers];
 };
 
@@ -76,7 +79,7 @@ struct BackwardSmem {
 template <class T>
 constexpr float kDvGain = std::is_same_v<T, __half> ? 0x1p14f : 1.0f;
 
-// The keys of a thread block, and the query tiles that see them: of `heads` heads, tiles_q - 1 down to first_tile.
+// The keys of a thread block, and the query tiles that see them: of `heads` heads, from first_tile on.
 template <class C>
 struct BackwardPlace {
   int b, h_kv, h_first, heads, tile_k, first_key, offset, first_tile;
@@ -86,10 +89,21 @@ struct BackwardPlace {
     const auto tiles_k = static_cast<uint32_t>(args.tiles_k), heads_kv = static_cast<uint32_t>(shape.heads_kv);
     const uint32_t head = block / tiles_k;
     tile_k = block % tiles_k;
+    if (in_descending_turns(args)) tile_k = tiles_k - 1 - tile_k;
     b = head / heads_kv, h_kv = head % heads_kv;
     heads = static_cast<uint32_t>(shape.heads_q) / heads_kv, h_first = h_kv * heads;
     first_key = tile_k * C::kTileK, offset = static_cast<int>(shape.seq_k - shape.seq_q);
     first_tile = args.p.causal ? max(first_key - offset, 0) / C::kTileQ : 0;
+  }
+
+  // Under a causal mask the last kv tile that a query tile sees adds first: every block then starts where it is first.
+  __device__ static bool in_descending_turns(const BackwardArgs& args) {
+    return args.p.causal && args.p.deterministic;
+  }
+  // How many kv tiles add to a query tile before this one.
+  __device__ int turn(const BackwardArgs& args, int tile) const {
+    if (!in_descending_turns(args)) return tile_k;
+    return min(((tile + 1) * C::kTileQ - 1 + offset) / C::kTileK, args.tiles_k - 1) - tile_k;
   }
 
   // Calls body(step, head, tile) for every query tile in order.
@@ -97,7 +111,7 @@ struct BackwardPlace {
   __device__ __forceinline__ void for_each_tile(int tiles_q, Body body) const {
     int step = 0;
     for (int h = h_first; h < h_first + heads; ++h)
-      for (int tile = tiles_q - 1; tile >= first_tile; --tile) body(step++, h, tile);
+      for (int tile = first_tile; tile < tiles_q; ++tile) body(step++, h, tile);
   }
 };
 
@@ -154,9 +168,10 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
     if (step % kAdders != adder) return;
     const int64_t at = (here.b * args.p.shape.heads_q + h) * args.tiles_q + tile;
     float* sums = args.dq.sums + at * (C::kTileQ * C::kHeadDim);
-    const bool in_turn = args.p.deterministic && wanted, first = in_turn && here.tile_k == 0;
+    const int turn = here.turn(args, tile);
+    const bool in_turn = args.p.deterministic && wanted, first = in_turn && turn == 0;
     if (in_turn) {
-      while (load_acquire(args.dq.turns + at) != here.tile_k) {
+      while (load_acquire(args.dq.turns + at) != turn) {
       }
       fence_proxy_async_global();
     }
@@ -199,31 +214,37 @@ struct BackwardConsumer {
         if (8 * j + e % 2 < first[e / 2]) s[j][e] = -__builtin_inff();
   }
 
-  // s becomes p = exp2(t - E).
-  __device__ static void probabilities(const RowPairStatistics* statistics, float scale_log2, Scores& s) {
-    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
+  // Statistics of this thread's columns, 8 j + 2 (lane % 4) + 0 and 1, in registers ahead of their use: shared memory
+  // is slow to answer while the tensor cores read it.
+  struct Exponents {
+    float2 of[kNTiles];
+    __device__ void load(const RowPairStatistics* statistics) {
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      const auto exponent = *reinterpret_cast<const float2*>(own[4 * j].exponent);
+      for (int j = 0; j < kNTiles; ++j)
+        of[j] = *reinterpret_cast<const float2*>(statistics[4 * j + ptx::laneid() % 4].exponent);
+    }
+  };
+  // s becomes p = exp2(t - E).
+  __device__ static void probabilities(const Exponents& exponents, float scale_log2, Scores& s) {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        s[j][e] = ptx::ex2_approx_ftz(__fmul_rn(s[j][e], scale_log2) - (e % 2 ? exponent.y : exponent.x));
-    }
+        s[j][e] = ptx::ex2_approx_ftz(__fmul_rn(s[j][e], scale_log2) - (e % 2 ? exponents.of[j].y : exponents.of[j].x));
   }
 
-  // dS, packed as the left operand of dK.
+  // dS of columns 8 kFrom .. 8 kTo - 1, packed as the left operand of dK.
+  template <int kFrom, int kTo>
   __device__ static void grad_scores(const RowPairStatistics* statistics, const Scores& s, const Scores& dp,
                                      Packed& packed) {
     const RowPairStatistics* own = statistics + ptx::laneid() % 4;
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      const auto x = *reinterpret_cast<const float4*>(own[4 * j].normaliser);
+    for (int j = kFrom; j < kTo; ++j) {
+      const auto n = *reinterpret_cast<const float4*>(own[4 * j].normaliser);  // twice, normalised delta twice
       float ds[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float normaliser = e % 2 ? x.y : x.x, normalised_delta = e % 2 ? x.w : x.z;
-        ds[e] = s[j][e] * fmaf(dp[j][e], normaliser, -normalised_delta);
-      }
+      for (int e = 0; e < 4; ++e)
+        ds[e] = s[j][e] * fmaf(dp[j][e], e % 2 ? n.y : n.x, -(e % 2 ? n.w : n.z));
       packed[j / 2][j % 2 * 2] = tile::pack(ds[0], ds[1], Quantized{});
       packed[j / 2][j % 2 * 2 + 1] = tile::pack(ds[2], ds[3], Quantized{});
     }
@@ -240,8 +261,8 @@ struct BackwardConsumer {
 
   // Lanes that differ in kBit share 2 kWidth maxima; afterwards each holds kWidth of them for both.
   template <int kWidth, int kBit, int kCount>
-  __device__ static void halve(float (&top)[kCount], int lane) {
-    const bool upper = lane & kBit;
+  __device__ static void halve(float (&top)[kCount]) {
+    const bool upper = ptx::laneid() & kBit;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       const float low = top[i], high = top[i + kWidth], send = upper ? low : high, keep = upper ? high : low;
@@ -260,63 +281,55 @@ struct BackwardConsumer {
     }
   }
 
-  __device__ static void pack_probabilities(const Scores& s, Packed& packed) {
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        packed[j / 2][j % 2 * 2 + r] = tile::pack(s[j][2 * r], s[j][2 * r + 1], T{});
-  }
+  static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
+  static constexpr int kColumns = 2 * kNTiles, kOwned = kColumns / 8;
+  using Maxima = float[kColumns];
 
-  // p becomes the left operand of dV: P, quantised by recipe.
-  __device__ static void probability_operand(const RowPairStatistics* statistics, ColumnScale* scratch,
-                                             Scores& s, Packed& packed) {
-    if constexpr (kRecipe == Recipe::kFp4Qk) {
-      normalise(statistics, kDvGain<T>, s);
-      pack_probabilities(s, packed);
-    } else {
-      if constexpr (kRecipe == Recipe::kCudnn) normalise(statistics, 1.0f, s);
-      quantize(statistics, scratch, s, packed);
-    }
-  }
-
-  // p (its normaliser applied here) or P, quantised.
-  __device__ static void quantize(const RowPairStatistics* statistics, ColumnScale* scratch, Scores& s,
-                                  Packed& packed) {
-    constexpr int kColumns = 2 * kNTiles, kOwned = kColumns / 8;
-    const int lane = ptx::laneid();
-    float top[kColumns];
+  // Of each column, over this thread's two keys. Recipe fp4 quantises p itself, cudnn P.
+  __device__ static void maxima(const Scores& s, Maxima& top) {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {
       top[2 * j] = fmaxf(s[j][0], s[j][2]);
       top[2 * j + 1] = fmaxf(s[j][1], s[j][3]);
     }
-    halve<kColumns / 2, 16>(top, lane);
-    halve<kColumns / 4, 8>(top, lane);
-    halve<kColumns / 8, 4>(top, lane);
-    // Of the pairs of columns (8 j + 2 (lane % 4), + 1) this lane has those of kOwned / 2 consecutive j.
+  }
+
+  // The scales of the columns that the halving has left to this lane, for its warp: of the pairs of columns
+  // (8 j + 2 (lane % 4), + 1) those of kOwned / 2 consecutive j.
+  __device__ static void share_scales(const RowPairStatistics* statistics, const Maxima& top, ColumnScale* scratch) {
+    const int lane = ptx::laneid();
     const int first = lane / 16 * (kNTiles / 2) + lane / 8 % 2 * (kNTiles / 4) + lane / 4 % 2 * (kNTiles / 8);
     __syncwarp();  // the scales of the previous tile have been read
 #pragma unroll
     for (int i = 0; i < kOwned; i += 2) {
       const int pair = 4 * (first + i / 2) + lane % 4;
-      const tile::BlockScale x = tile::block_scale(top[i], kProbabilityGain<kRecipe>),
-                             y = tile::block_scale(top[i + 1], kProbabilityGain<kRecipe>);
+      const auto normaliser = *reinterpret_cast<const float2*>(statistics[pair].normaliser);
+      constexpr bool kOfP = kRecipe == Recipe::kCudnn;
+      const tile::BlockScale x = tile::block_scale(kOfP ? top[i] * normaliser.x : top[i], kProbabilityGain<kRecipe>),
+                             y = tile::block_scale(kOfP ? top[i + 1] * normaliser.y : top[i + 1],
+                                                   kProbabilityGain<kRecipe>);
       float2 factor{x.scale * (kDvGain<T> * tile::kCodeUnit), y.scale * (kDvGain<T> * tile::kCodeUnit)};
-      if constexpr (kRecipe == Recipe::kFp4) {
-        const auto normaliser = *reinterpret_cast<const float2*>(statistics[pair].normaliser);
-        factor.x *= normaliser.x, factor.y *= normaliser.y;
-      }
+      if constexpr (!kOfP) factor.x *= normaliser.x, factor.y *= normaliser.y;
       *reinterpret_cast<float4*>(&scratch[2 * pair]) = {x.reciprocal, factor.x, y.reciprocal, factor.y};
     }
     __syncwarp();
+  }
+
+  // p becomes the left operand of dV: P, quantised by recipe.
+  __device__ static void probability_operand(const RowPairStatistics* statistics, const ColumnScale* scratch,
+                                             Scores& s, Packed& packed) {
+    if constexpr (kRecipe == Recipe::kCudnn) normalise(statistics, 1.0f, s);
+    if constexpr (kRecipe == Recipe::kFp4Qk) normalise(statistics, kDvGain<T>, s);
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {
-      const auto pair = *reinterpret_cast<const float4*>(&scratch[8 * j + lane % 4 * 2]);
-      tile::quantize_pair_in_units(s[j][0], s[j][2], pair.x, pair.y);
-      tile::quantize_pair_in_units(s[j][1], s[j][3], pair.z, pair.w);
-      packed[j / 2][j % 2 * 2] = tile::pack(s[j][0], s[j][1], T{});
-      packed[j / 2][j % 2 * 2 + 1] = tile::pack(s[j][2], s[j][3], T{});
+      if constexpr (kQuantizes) {
+        const auto pair = *reinterpret_cast<const float4*>(&scratch[8 * j + ptx::laneid() % 4 * 2]);
+        tile::quantize_pair_in_units(s[j][0], s[j][2], pair.x, pair.y);
+        tile::quantize_pair_in_units(s[j][1], s[j][3], pair.z, pair.w);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        packed[j / 2][j % 2 * 2 + r] = tile::pack(s[j][2 * r], s[j][2 * r + 1], T{});
     }
   }
 
@@ -334,7 +347,10 @@ __device__ __forceinline__ void backward_consume(const BackwardArgs& args, Backw
   constexpr int kKeySteps = C::kTileK / 16;
   const AttentionShape& shape = args.p.shape;
   Consumer own;
-  const auto leader = [] { return ptx::laneid() == 0; };
+  const auto release = [](uint64_t& barrier) {
+    __syncwarp();
+    if (ptx::laneid() == 0) ptx::mbarrier_arrive(barrier);
+  };
   const uint64_t k = columns_operand(smem.k, consumer * kWarpgroupRows),
                  v = columns_operand(smem.v, consumer * kWarpgroupRows);
   // Half of dQ: 64 of its columns, or at head dimension 64 half of its rows.
@@ -343,66 +359,141 @@ __device__ __forceinline__ void backward_consume(const BackwardArgs& args, Backw
       reinterpret_cast<const char*>(smem.k) + (kSplitColumns ? consumer * panel_bytes(C::kTileK) : 0));
   const int keys_here = static_cast<int>(shape.seq_k) - here.first_key;
 
-  ptx::mbarrier_wait(smem.kv_full, 0);
-  here.for_each_tile(args.tiles_q, [&](int step, int, int tile) {
-    const int stage = step % C::kStages;
-    const uint32_t parity = step / C::kStages & 1;
-    const RowPairStatistics* statistics = smem.statistics[stage];
-    float s[Consumer::kNTiles][4], dp[Consumer::kNTiles][4];
+  const auto start_dq = [&](int step, float (&dq)[8][4]) {
+    ptx::wgmma_fence();
+    multiply<kKeySteps, C::kTileQ>(
+        dq, columns_operand(smem.grad_scores[step & 1], kSplitColumns ? 0 : consumer * kWarpgroupRows), k_rows,
+        Quantized{});
+    ptx::wgmma_commit_group();
+  };
+  const auto stage_dq = [&](int step, const float (&dq)[8][4]) {
+    ptx::mbarrier_wait(smem.dq_empty[consumer], (step & 1) ^ 1);
+    own.store_dq(smem.dq[consumer], dq);
+  };
 
-    ptx::mbarrier_wait(smem.q_full[stage], parity);
+  const auto parity_of = [](int step) { return static_cast<uint32_t>(step / C::kStages & 1); };
+  using Scores = typename Consumer::Scores;
+  using Packed = typename Consumer::Packed;
+  ColumnScale* scratch = smem.scales[threadIdx.x / 32 - kWarpgroup / 32];
+
+  // Where there are registers for it the scales are found beside dS, else in the shadow of dQ.
+  constexpr bool kEarlyScales = Consumer::kQuantizes && C::kHeadDim == 128;
+  typename Consumer::Exponents exponents;
+  const auto start_scores = [&](int step, Scores& s) {
+    const int stage = step % C::kStages;
+    ptx::mbarrier_wait(smem.q_full[stage], parity_of(step));
+    exponents.load(smem.statistics[stage]);
     ptx::wgmma_fence();
     multiply_transposed<C::kHeadDim, C::kTileK, C::kTileQ>(s, k, columns_operand(smem.q[stage]), Quantized{});
     ptx::wgmma_commit_group();
-    ptx::mbarrier_wait(smem.grad_full[stage], parity);
+  };
+  const auto start_grad_probabilities = [&](int step, Scores& dp) {
+    const int stage = step % C::kStages;
+    ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));
     ptx::wgmma_fence();
     multiply_transposed<C::kHeadDim, C::kTileK, C::kTileQ>(dp, v, columns_operand(smem.grad_out[stage]), T{});
     ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();
-    ptx::hold(s);
+  };
+  // s has arrived, dp not yet: s becomes p, dS is packed.
+  const auto softmax = [&](int step, int tile, Scores& s, Scores& dp, Packed& packed) {
+    const int stage = step % C::kStages;
     const int diagonal = args.p.causal ? here.first_key - here.offset - tile * C::kTileQ : -C::kTileK;
     if (diagonal > 1 - C::kTileK || keys_here < C::kTileK) {
       const int key = consumer * kWarpgroupRows + threadIdx.x % kWarpgroup / 32 * 16 + ptx::laneid() / 4;
       own.mask(s, {key < keys_here ? diagonal + key : C::kTileQ,
                    key + 8 < keys_here ? diagonal + key + 8 : C::kTileQ});
     }
-    own.probabilities(statistics, args.scale_log2, s);
-    ptx::mbarrier_wait(smem.grad_full[stage], parity);  // long done: keeps the compiler from moving exp2 below
+    own.probabilities(exponents, args.scale_log2, s);
+    ptx::hold(s);
+    typename Consumer::Maxima top;
+    constexpr int kColumns = Consumer::kColumns, kNTiles = Consumer::kNTiles;
+    if constexpr (kEarlyScales) {
+      own.maxima(s, top);
+      own.template halve<kColumns / 2, 16>(top);
+    }
+    ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));  // long done: the compiler moves nothing across
     ptx::wgmma_wait_group<0>();
     ptx::hold(dp);
-    typename Consumer::Packed packed;
-    own.grad_scores(statistics, s, dp, packed);
-
+    own.template grad_scores<0, kNTiles / 2>(smem.statistics[stage], s, dp, packed);
+    if constexpr (kEarlyScales) own.template halve<kColumns / 4, 8>(top);
+    own.template grad_scores<kNTiles / 2, kNTiles>(smem.statistics[stage], s, dp, packed);
+    if constexpr (kEarlyScales) {
+      own.template halve<kColumns / 8, 4>(top);
+      own.share_scales(smem.statistics[stage], top, scratch);
+    }
+  };
+  // Starts dK, dQ of the step before, and dV.
+  const auto start_outputs = [&](int step, Scores& s, const Packed& packed, float (&dq)[8][4]) {
+    const int stage = step % C::kStages;
     ptx::wgmma_fence();
     multiply_add(own.dk, packed, rows_operand<C::kTileQ>(smem.q[stage]), Quantized{});
     ptx::wgmma_commit_group();
-    Quantized* grad_scores = smem.grad_scores[step % 2];
-    own.store_grad_scores({ptx::smem_addr(grad_scores).bits + consumer * panel_bytes(C::kTileQ)}, packed);
-    ptx::fence_proxy_async();
-    ptx::named_barrier_sync<kConsumers * kWarpgroup>(kScoreGradBarrier);
-    float dq[8][4];
-    ptx::wgmma_fence();
-    multiply<kKeySteps, C::kTileQ>(
-        dq, columns_operand(grad_scores, kSplitColumns ? 0 : consumer * kWarpgroupRows), k_rows, Quantized{});
-    ptx::wgmma_commit_group();
-
-    typename Consumer::Packed quantized;
-    own.probability_operand(statistics, smem.scales[threadIdx.x / 32 - kWarpgroup / 32], s, quantized);
+    // The buffer is free, and the other one complete.
+    if (step > 0) ptx::mbarrier_wait(smem.grad_scores_full[(step - 1) % 2], (step - 1) / 2 & 1);
+    own.store_grad_scores({ptx::smem_addr(smem.grad_scores[step % 2]).bits + consumer * panel_bytes(C::kTileQ)},
+                          packed);
+    start_dq(step - 1, dq);
+    if constexpr (Consumer::kQuantizes && !kEarlyScales) {
+      typename Consumer::Maxima top;
+      constexpr int kColumns = Consumer::kColumns;
+      own.maxima(s, top);
+      own.template halve<kColumns / 2, 16>(top);
+      own.template halve<kColumns / 4, 8>(top);
+      own.template halve<kColumns / 8, 4>(top);
+      own.share_scales(smem.statistics[stage], top, scratch);
+    }
+    Packed quantized;
+    own.probability_operand(smem.statistics[stage], scratch, s, quantized);
     ptx::wgmma_fence();
     multiply_add(own.dv, quantized, rows_operand<C::kTileQ>(smem.grad_out[stage]), T{});
     ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();
+  };
+  // dK and dQ have arrived.
+  const auto finish_dk_dq = [&](int step, float (&dq)[8][4]) {
     ptx::hold(dq);
     ptx::hold(own.dk);
-    if (leader()) ptx::mbarrier_arrive(smem.q_empty[stage]);
-    ptx::mbarrier_wait(smem.dq_empty[consumer], (step & 1) ^ 1);
-    own.store_dq(smem.dq[consumer], dq);
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive(smem.dq_full[step % kAdders][consumer]);
-    ptx::wgmma_wait_group<0>();
+    release(smem.q_empty[step % C::kStages]);
+    if (step > 0) stage_dq(step - 1, dq);
+  };
+  // dV has arrived.
+  const auto finish_dv = [&](int step) {
     ptx::hold(own.dv);
-    if (leader()) ptx::mbarrier_arrive(smem.grad_empty[stage]);
+    ptx::fence_proxy_async();  // for dS and dQ, late: their stores have long arrived
+    __syncwarp();
+    if (ptx::laneid() == 0) {
+      ptx::mbarrier_arrive(smem.grad_empty[step % C::kStages]);
+      ptx::mbarrier_arrive(smem.grad_scores_full[step % 2]);
+      if (step > 0) ptx::mbarrier_arrive(smem.dq_full[(step - 1) % kAdders][consumer]);
+    }
+  };
+
+  int last = 0;
+  ptx::mbarrier_wait(smem.kv_full, 0);
+  here.for_each_tile(args.tiles_q, [&](int step, int, int tile) {
+    Scores s, dp;
+    Packed packed;
+    float dq[8][4];
+    start_scores(step, s);
+    start_grad_probabilities(step, dp);
+    ptx::wgmma_wait_group<1>();
+    ptx::hold(s);
+    softmax(step, tile, s, dp, packed);
+    start_outputs(step, s, packed, dq);
+    ptx::wgmma_wait_group<1>();
+    finish_dk_dq(step, dq);
+    ptx::wgmma_wait_group<0>();
+    finish_dv(step);
+    last = step;
   });
+  float dq[8][4];
+  ptx::mbarrier_wait(smem.grad_scores_full[last % 2], last / 2 & 1);
+  start_dq(last, dq);
+  ptx::wgmma_wait_group<0>();
+  ptx::hold(dq);
+  stage_dq(last, dq);
+  ptx::fence_proxy_async();
+  release(smem.dq_full[last % kAdders][consumer]);
+
   if (!args.p.dk.data) return;
   const int first_row = here.first_key + consumer * kWarpgroupRows;
   const float dk_scale[2] = {args.p.softmax_scale, args.p.softmax_scale},
@@ -422,12 +513,17 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
       ptx::mbarrier_init(smem.q_full[i], 1), ptx::mbarrier_init(smem.q_empty[i], kConsumerWarps);
       ptx::mbarrier_init(smem.grad_full[i], 1), ptx::mbarrier_init(smem.grad_empty[i], kConsumerWarps);
     }
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(smem.grad_scores_full[i], kConsumerWarps);
     for (int half = 0; half < kConsumers; ++half) {
-      for (int adder = 0; adder < kAdders; ++adder) ptx::mbarrier_init(smem.dq_full[adder][half], kWarpgroup);
+      for (int adder = 0; adder < kAdders; ++adder) ptx::mbarrier_init(smem.dq_full[adder][half], kWarpgroup / 32);
       ptx::mbarrier_init(smem.dq_empty[half], 1);
     }
     ptx::fence_mbarrier_init();
   }
+  // Step 0 multiplies the dS of a step before it, and drops the result.
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(smem.grad_scores[1]) / sizeof(uint4)); i += kThreads)
+    reinterpret_cast<uint4*>(smem.grad_scores[1])[i] = uint4{};
+  ptx::fence_proxy_async();
   __syncthreads();
   const BackwardPlace<C> here(args, blockIdx.x);
   if (warpgroup == 0) {

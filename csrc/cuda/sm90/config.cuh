@@ -15,8 +15,7 @@ inline constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kRegistersAtLaunch);
 
 // Named barriers; 0 is __syncthreads().
-inline constexpr int kTurnBarrier = 1;       // + consumer: forward, whose matrix products are next
-inline constexpr int kScoreGradBarrier = 3;  // backward: both consumers have written their half of dS
+inline constexpr int kTurnBarrier = 1;  // + consumer: forward, whose matrix products are next
 
 // Gain that exp2(t - E) carries while it is quantised.
 template <Recipe kRecipe>
@@ -24,7 +23,8 @@ inline constexpr float kProbabilityGain = 1 << probability_gain(kRecipe);
 
 template <int kHeadDim_>
 struct ForwardConfig {
-  static constexpr int kHeadDim = kHeadDim_, kTileQ = kConsumers * kWarpgroupRows, kTileK = 128, kStages = 2;
+  static constexpr int kHeadDim = kHeadDim_, kTileQ = kConsumers * kWarpgroupRows,
+                       kTileK = 128, kStages = 2;
 };
 
 template <int kHeadDim_>

@@ -17,6 +17,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/ptx/bulk.cuh"
 #include "cuda/ptx/math.cuh"
@@ -43,6 +44,7 @@ struct ForwardSmem {
   alignas(1024) Quantized q[C::kTileQ * C::kHeadDim];
   alignas(1024) Quantized k[C::kStages][C::kTileK * C::kHeadDim];
   alignas(1024) T v[C::kStages][C::kTileK * C::kHeadDim];
+  alignas(1024) T ones[8 * kPanelColumns];  // right operand of row sums
   // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp.
   uint64_t q_full, k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
 };
@@ -118,11 +120,8 @@ __device__ __forceinline__ void forward_produce(const ForwardArgs& args, Forward
   }
 }
 
-#ifndef HANDOVER
-#define HANDOVER 0
-#endif
-constexpr int kHandOver = HANDOVER;
 constexpr float kNegativeInfinity = -__builtin_inff();
+constexpr float kNoExponent = -3.402823466e38f;  // of a row that has seen no key: finite, so that exp2(-inf - E) is 0
 
 template <class C, class T, Recipe kRecipe>
 struct ForwardConsumer {
@@ -140,7 +139,7 @@ struct ForwardConsumer {
   __device__ ForwardConsumer() {
     zero(high_precision_out);
     zero(out);
-    exponent[0] = exponent[1] = kNegativeInfinity;
+    exponent[0] = exponent[1] = kNoExponent;
     row_sum[0] = row_sum[1] = rounded_sum[0] = rounded_sum[1] = 0.0f;
   }
 
@@ -160,6 +159,14 @@ struct ForwardConsumer {
         if (key_of(j, e % 2) >= end[e / 2]) s[j][e] = kNegativeInfinity;
   }
 
+  // x[0] becomes the largest of the first kCount.
+  template <int kCount, int kSize>
+  __device__ static void top_of(float (&x)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) x[i] = fmaxf(x[i], x[i + kCount / 2]);
+    if constexpr (kCount > 2) top_of<kCount / 2>(x);
+  }
+
   // Largest t = scale s of this thread's blocks in each row.
   __device__ void block_maxima(const float (&s)[kNTiles][4], float scale_log2,
                                float (&block_max)[2][kBlocks]) const {
@@ -168,11 +175,11 @@ struct ForwardConsumer {
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        float top = fmaxf(s[block * kTiles][2 * r], s[block * kTiles][2 * r + 1]);
+        float top[kTiles];  // a tree: fmaxf in a row would wait for itself
 #pragma unroll
-        for (int j = 1; j < kTiles; ++j)
-          top = fmaxf(top, fmaxf(s[block * kTiles + j][2 * r], s[block * kTiles + j][2 * r + 1]));
-        block_max[r][block] = __fmul_rn(top, scale_log2);
+        for (int j = 0; j < kTiles; ++j) top[j] = fmaxf(s[block * kTiles + j][2 * r], s[block * kTiles + j][2 * r + 1]);
+        top_of<kTiles>(top);
+        block_max[r][block] = __fmul_rn(top[0], scale_log2);
       }
   }
 
@@ -209,35 +216,33 @@ struct ForwardConsumer {
   }
 
   // One block of s becomes p, packed as the left operands of p V^ and, quantised with a gain of 2^k left in, of P^ V^.
-  template <int block>
+  template <int block, class Boundary>
   __device__ void probabilities(float (&s)[kNTiles][4], float scale_log2, const float (&block_max)[2][kBlocks],
-                                Packed& p, Packed& quantized) {
+                                Packed& p, Packed& quantized, Boundary boundary) {
     constexpr float kGain = kProbabilityGain<kRecipe>;
     constexpr int kTiles = kNTiles / kBlocks;
-    const float shift[2] = {exponent[0] == kNegativeInfinity ? 0.0f : exponent[0],
-                            exponent[1] == kNegativeInfinity ? 0.0f : exponent[1]};
     {
       tile::BlockScale scale[2];
       if constexpr (kQuantizes)
         for (int r = 0; r < 2; ++r)
-          scale[r] = tile::block_scale(ptx::ex2_approx_ftz(block_max[r][block] - shift[r]), kGain);
+          scale[r] = tile::block_scale(ptx::ex2_approx_ftz(block_max[r][block] - exponent[r]), kGain);
 #pragma unroll
-      for (int j = block * kTiles; j < (block + 1) * kTiles; ++j)
+      for (int j = block * kTiles; j < (block + 1) * kTiles; ++j) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float &p0 = s[j][2 * r], &p1 = s[j][2 * r + 1];
-          p0 = ptx::ex2_approx_ftz(__fmul_rn(p0, scale_log2) - shift[r]);
-          p1 = ptx::ex2_approx_ftz(__fmul_rn(p1, scale_log2) - shift[r]);
-          row_sum[r] += p0 + p1;
-          const uint32_t packed = tile::pack(p0, p1, T{});
-          const float2 rounded = tile::unpack(packed, T{});
-          rounded_sum[r] += rounded.x + rounded.y;
-          p[j / 2][j % 2 * 2 + r] = packed;
+          p0 = ptx::ex2_approx_ftz(__fmul_rn(p0, scale_log2) - exponent[r]);
+          p1 = ptx::ex2_approx_ftz(__fmul_rn(p1, scale_log2) - exponent[r]);
+          row_sum[r] += p0;
+          row_sum[r] += p1;
+          p[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
           if constexpr (kQuantizes) {
-            tile::quantize_pair(p0, p1, scale[r].reciprocal, scale[r].scale * kGain);
+            tile::quantize_pair_in_units(p0, p1, scale[r].reciprocal, scale[r].scale * (kGain * tile::kCodeUnit));
             quantized[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
           }
         }
+        if (block == 0 && kBlocks > 1 && j % 2 == 1) boundary();
+      }
     }
   }
 
@@ -247,15 +252,11 @@ struct ForwardConsumer {
     float out_scale[2], high_precision_scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = row_sum[r], rounded = rounded_sum[r];
-#pragma unroll
-      for (int step = 1; step <= 2; step *= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, step);
-        rounded += __shfl_xor_sync(0xffffffffu, rounded, step);
-      }
+      float sum = row_sum[r] + __shfl_xor_sync(0xffffffffu, row_sum[r], 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const bool empty = sum == 0.0f;
       out_scale[r] = empty ? 0.0f : kInverseGain / sum;
-      high_precision_scale[r] = empty ? 0.0f : 1.0f / rounded;
+      high_precision_scale[r] = empty ? 0.0f : 1.0f / rounded_sum[r];
       const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4 + 8 * r;
       if (lane % 4 != 0 || row >= p.shape.seq_q) continue;
       const int64_t at = (here.b * p.shape.heads_q + here.h) * p.shape.seq_q + row;
@@ -277,11 +278,14 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
                                                 const ForwardPlace<C>& here, int consumer) {
   using Consumer = ForwardConsumer<C, T, kRecipe>;
   const ForwardParams& p = args.p;
-  const int first_row = here.first_row + consumer * kWarpgroupRows, seq_k = static_cast<int>(p.shape.seq_k);
-  const int all_visible = p.causal ? min(first_row + 1 + here.offset, seq_k) : seq_k;
+  const int seq_k = static_cast<int>(p.shape.seq_k);
+  const int all_visible = p.causal ? min(here.first_row + consumer * kWarpgroupRows + 1 + here.offset, seq_k) : seq_k;
   const uint64_t q = columns_operand(smem.q, consumer * kWarpgroupRows);
   const auto leader = [] { return ptx::laneid() == 0; };
   Consumer own;
+  // With the products of a step in two parts the other consumer fills the gaps by itself.
+  constexpr bool kTakesTurns = Consumer::kBlocks == 1 || C::kHeadDim == 64;
+  const auto consumer_again = [] { return static_cast<int>(ptx::tid_x() / kWarpgroup) - 1; };
   const auto start_scores = [&](int use, float (&s)[Consumer::kNTiles][4]) {
     const int stage = stage_of<C::kStages>(use);
     ptx::mbarrier_wait(smem.k_full[stage], parity_of<C::kStages>(use));
@@ -292,11 +296,13 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
   const auto finish_scores = [&](int j, int use, float (&s)[Consumer::kNTiles][4]) {
     ptx::wgmma_wait_group<0>();
     ptx::hold(s);
+    __syncwarp();
     if (leader()) ptx::mbarrier_arrive(smem.k_empty[stage_of<C::kStages>(use)]);
     const int from = j * C::kTileK;
     if (from > all_visible - C::kTileK) {
-      const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
-      const int end = seq_k - from, diagonal = row + 1 + here.offset - from;
+      const ForwardPlace<C> place(args, ptx::ctaid_x());
+      const int row = place.first_row + consumer * kWarpgroupRows + threadIdx.x % kWarpgroup / 32 * 16 + ptx::laneid() / 4;
+      const int end = static_cast<int>(p.shape.seq_k) - from, diagonal = row + 1 + place.offset - from;
       own.mask(s, {p.causal ? min(end, diagonal) : end, p.causal ? min(end, diagonal + 8) : end});
     }
   };
@@ -310,37 +316,58 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
       own.block_maxima(s, args.scale_log2, block_max);
       own.raise_exponents(block_max);
     }
-  if (kHandOver < 2 && consumer == 1 && here.tiles_k > 0)
+  if (kTakesTurns && consumer == 1 && here.tiles_k > 0)
     ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier);
   for (int j = 0; j < here.tiles_k; ++j) {
     float s[Consumer::kNTiles][4], block_max[2][Consumer::kBlocks];
-    if (kHandOver == 0 && j == 0) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer);
+    if (kTakesTurns && j == 0) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
     const int use = kRecipe == Recipe::kCudnn ? here.tiles_k + j : j;
     start_scores(use, s);
-    if (kHandOver == 0) ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer ^ 1));
+    if (kTakesTurns) ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
     finish_scores(j, use, s);
     own.block_maxima(s, args.scale_log2, block_max);
     if constexpr (kRecipe != Recipe::kCudnn) own.raise_exponents(block_max);
     typename Consumer::Packed packed, quantized;
-    own.template probabilities<0>(s, args.scale_log2, block_max, packed, quantized);
+    const auto boundary = [&] {
+      ptx::mbarrier_wait(smem.v_full[stage_of<C::kStages>(j)], parity_of<C::kStages>(j));
+    };
     const int stage = stage_of<C::kStages>(j);
-    ptx::mbarrier_wait(smem.v_full[stage], parity_of<C::kStages>(j));
-    if constexpr (Consumer::kBlocks > 1) own.template probabilities<1>(s, args.scale_log2, block_max, packed, quantized);
-    if (kHandOver < 2) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer);
     const uint64_t values = rows_operand<C::kTileK>(smem.v[stage]);
-    ptx::wgmma_fence();
-    multiply_add(own.high_precision_out, packed, values, T{});
-    if constexpr (Consumer::kQuantizes) multiply_add(own.out, quantized, values, T{});
-    ptx::wgmma_commit_group();
-    if ((kHandOver == 1 && (j + 1 < here.tiles_k || consumer == 0)) ||
-        (kHandOver == 0 && j + 1 == here.tiles_k && consumer == 0))
-      ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer ^ 1));
+    float sums[1][4];
+    const auto start_outputs = [&](auto from, auto to) {
+      constexpr int kFrom = decltype(from)::value, kTo = decltype(to)::value;
+      ptx::wgmma_fence();
+      multiply_add<kFrom, kTo>(own.high_precision_out, packed, values, T{});
+      if constexpr (Consumer::kQuantizes) multiply_add<kFrom, kTo>(own.out, quantized, values, T{});
+      if constexpr (kTo == Consumer::kKeySteps) {
+#pragma unroll
+        for (int step = 0; step < kTo; ++step)
+          ptx::wgmma<0>(sums, packed[step], columns_operand(smem.ones), step > 0, T{});
+      }
+      ptx::wgmma_commit_group();
+    };
+    using std::integral_constant;
+    constexpr int kSteps = Consumer::kKeySteps / Consumer::kBlocks;
+    own.template probabilities<0>(s, args.scale_log2, block_max, packed, quantized, boundary);
+    ptx::mbarrier_wait(smem.v_full[stage], parity_of<C::kStages>(j));
+    if (kTakesTurns) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
+    start_outputs(integral_constant<int, 0>{}, integral_constant<int, kSteps>{});
+    if constexpr (Consumer::kBlocks > 1) {
+      own.template probabilities<1>(s, args.scale_log2, block_max, packed, quantized, boundary);
+      start_outputs(integral_constant<int, kSteps>{}, integral_constant<int, 2 * kSteps>{});
+    }
+    if (kTakesTurns && j + 1 == here.tiles_k && consumer == 0)
+      ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
     ptx::wgmma_wait_group<0>();
     ptx::hold(own.high_precision_out);
+    ptx::hold(sums);
+    own.rounded_sum[0] += sums[0][0], own.rounded_sum[1] += sums[0][2];
     if constexpr (Consumer::kQuantizes) ptx::hold(own.out);
+    __syncwarp();
     if (leader()) ptx::mbarrier_arrive(smem.v_empty[stage]);
   }
-  own.store(p, here, first_row);
+  const ForwardPlace<C> place(args, ptx::ctaid_x());
+  own.store(p, place, place.first_row + consumer * kWarpgroupRows);
 }
 
 template <class C, class T, Recipe kRecipe>
@@ -357,6 +384,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
     }
     ptx::fence_mbarrier_init();
   }
+  for (int i = threadIdx.x; i < 8 * kPanelColumns; i += kThreads) smem.ones[i] = T(1.0f);
+  ptx::fence_proxy_async();
   __syncthreads();
   const ForwardPlace<C> here(args, blockIdx.x);
   if (warpgroup == 0) {

@@ -42,13 +42,18 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[kTiles][4], uint6
                   step > 0, T{});
 }
 
-// d += A B with A in registers.
-template <int kSteps, int kTiles, class T>
+// d += A B with A in registers: all of it, or columns 16 kFrom .. 16 kTo - 1 of A.
+template <int kFrom, int kTo, int kSteps, int kTiles, class T>
 __device__ __forceinline__ void multiply_add(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint64_t b,
                                              T) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
+  for (int step = kFrom; step < kTo; ++step)
     ptx::wgmma<1>(d, a[step], ptx::advance(b, row_step(step)), true, T{});
+}
+template <int kSteps, int kTiles, class T>
+__device__ __forceinline__ void multiply_add(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint64_t b,
+                                             T) {
+  multiply_add<0, kSteps>(d, a, b, T{});
 }
 
 // d = A B: A a tile of kRowsA rows and 16 kSteps columns in shared memory.
