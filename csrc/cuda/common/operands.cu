@@ -110,15 +110,14 @@ __device__ void quantize_along_rows(const Operand& o, uint32_t block) {
   const Head head(o, block, rows_of_block<kChunks>(true));
   const uint32_t chunk = threadIdx.x % kChunks, first = head.first_row + threadIdx.x / kChunks * kBlock;
   const uint16_t* from = head.in + first * o.in.stride_s + chunk * kValues;
-  uint4 words[kBlock];
-#pragma unroll
-  for (int r = 0; r < kBlock; ++r)
-    words[r] = first + r < o.rows ? *reinterpret_cast<const uint4*>(from + r * o.in.stride_s) : uint4{};
+  const auto word = [&](int r) {
+    return first + r < o.rows ? *reinterpret_cast<const uint4*>(from + r * o.in.stride_s) : uint4{};
+  };
   uint32_t amax[kValues] = {};
 #pragma unroll
   for (int r = 0; r < kBlock; ++r) {
     float x[kValues];
-    unpack<Pair>(words[r], x);
+    unpack<Pair>(word(r), x);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) amax[i] = max(amax[i], nvfp4::magnitude_bits(x[i]));
   }
@@ -126,11 +125,13 @@ __device__ void quantize_along_rows(const Operand& o, uint32_t block) {
 #pragma unroll
   for (int i = 0; i < kValues; ++i) scale[i] = tile::block_scale(amax[i]);
   uint4* to = static_cast<uint4*>(o.out) + (head.out_row + first) * kChunks + chunk;
-#pragma unroll
+  // The second reading comes from the first-level cache: holding the rows would leave few thread blocks on a
+  // multiprocessor.
+#pragma unroll 4
   for (int r = 0; r < kBlock; ++r) {
     if (first + r >= o.padded_rows) return;
     float x[kValues];
-    unpack<Pair>(words[r], x);
+    unpack<Pair>(word(r), x);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       float one[1] = {x[i]};
@@ -142,7 +143,7 @@ __device__ void quantize_along_rows(const Operand& o, uint32_t block) {
 }
 
 template <int kChunks, class Pair>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 6)
     quantize_operands_kernel(const __grid_constant__ OperandArgs args) {
   uint32_t block = blockIdx.x;
   int which = 0;

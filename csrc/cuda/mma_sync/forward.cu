@@ -152,9 +152,13 @@ struct ForwardWarp {
                                 uint32_t (&quantized)[kQuantizes ? kNTiles : 1][2]) {
     constexpr float kGain = kProbabilityGain<kRecipe>;
     tile::BlockScale block[2];
-    if constexpr (kQuantizes)
-      for (int r = 0; r < 2; ++r)
+    if constexpr (kQuantizes) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
         block[r] = tile::block_scale(ptx::ex2_approx_ftz(block_max[r] - exponent[r]), kGain);
+        block[r].scale *= kGain * tile::kCodeUnit;
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
@@ -162,10 +166,11 @@ struct ForwardWarp {
         float &p0 = s[j][2 * r], &p1 = s[j][2 * r + 1];
         p0 = ptx::ex2_approx_ftz(__fmul_rn(p0, scale_log2) - exponent[r]);
         p1 = ptx::ex2_approx_ftz(__fmul_rn(p1, scale_log2) - exponent[r]);
-        row_sum[r] += p0 + p1;
+        row_sum[r] += p0;
+        row_sum[r] += p1;
         p[j][r] = tile::pack(p0, p1, T{});
         if constexpr (kQuantizes) {
-          tile::quantize_pair(p0, p1, block[r].reciprocal, block[r].scale * kGain);
+          tile::quantize_pair_in_units(p0, p1, block[r].reciprocal, block[r].scale);
           quantized[j][r] = tile::pack(p0, p1, T{});
         }
       }

@@ -53,7 +53,6 @@ struct alignas(8) ColumnScale {
   float factor;  // what a code is multiplied by
 };
 
-constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
 constexpr int kAdders = 2;  // warps that add dQ to global memory, taking turns
 
 template <class C, class T>
@@ -63,16 +62,16 @@ struct BackwardSmem {
   alignas(1024) Quantized q[C::kStages][C::kTileQ * C::kHeadDim];
   alignas(1024) T grad_out[C::kStages][C::kTileQ * C::kHeadDim];
   alignas(1024) Quantized grad_scores[2][C::kTileQ * C::kTileK];  // rows are queries; used in turn
-  alignas(128) float dq[kConsumers][C::kTileQ * C::kHeadDim / kConsumers];
+  alignas(128) float dq[C::kConsumers][C::kTileQ * C::kHeadDim / C::kConsumers];
   alignas(128) RowPairStatistics statistics[C::kStages][C::kTileQ / 2];
-  alignas(16) ColumnScale scales[kConsumerWarps][C::kTileQ];
+  alignas(16) ColumnScale scales[(C::kConsumers * kWarpgroup / 32)][C::kTileQ];
   // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp.
   uint64_t kv_full, q_full[C::kStages], q_empty[C::kStages], grad_full[C::kStages], grad_empty[C::kStages];
   // One arrival a consumer warp, late in a step: it has stored its part of that step's dS, and no longer reads that of
   // the step before.
   uint64_t grad_scores_full[2];
   // full: one arrival a warp of that consumer; one barrier for each adder. empty: the adder's arrival.
-  uint64_t dq_full[kAdders][kConsumers], dq_empty[kConsumers];
+  uint64_t dq_full[kAdders][C::kConsumers], dq_empty[C::kConsumers];
 };
 
 // P is of the order 1 / S: FP16 holds it with this gain, taken back from dV.
@@ -175,7 +174,7 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
       }
       fence_proxy_async_global();
     }
-    for (int half = 0; half < kConsumers; ++half) {
+    for (int half = 0; half < C::kConsumers; ++half) {
       ptx::mbarrier_wait(smem.dq_full[adder][half], step / kAdders & 1);
       float* to = sums + half * (kBytes / sizeof(float));
       if (first)
@@ -185,7 +184,7 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
       ptx::bulk_commit_group();
     }
     ptx::bulk_wait_read();
-    for (int half = 0; half < kConsumers; ++half) ptx::mbarrier_arrive(smem.dq_empty[half]);
+    for (int half = 0; half < C::kConsumers; ++half) ptx::mbarrier_arrive(smem.dq_empty[half]);
     if (in_turn) {
       ptx::bulk_wait();
       fence_proxy_async_global();
@@ -503,31 +502,31 @@ __device__ __forceinline__ void backward_consume(const BackwardArgs& args, Backw
 }
 
 template <class C, class T, Recipe kRecipe>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(1024) unsigned char raw[];
   auto& smem = *reinterpret_cast<BackwardSmem<C, T>*>(raw);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // known to be the same in a warp
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(smem.kv_full, 1);
     for (int i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(smem.q_full[i], 1), ptx::mbarrier_init(smem.q_empty[i], kConsumerWarps);
-      ptx::mbarrier_init(smem.grad_full[i], 1), ptx::mbarrier_init(smem.grad_empty[i], kConsumerWarps);
+      ptx::mbarrier_init(smem.q_full[i], 1), ptx::mbarrier_init(smem.q_empty[i], (C::kConsumers * kWarpgroup / 32));
+      ptx::mbarrier_init(smem.grad_full[i], 1), ptx::mbarrier_init(smem.grad_empty[i], (C::kConsumers * kWarpgroup / 32));
     }
-    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(smem.grad_scores_full[i], kConsumerWarps);
-    for (int half = 0; half < kConsumers; ++half) {
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(smem.grad_scores_full[i], (C::kConsumers * kWarpgroup / 32));
+    for (int half = 0; half < C::kConsumers; ++half) {
       for (int adder = 0; adder < kAdders; ++adder) ptx::mbarrier_init(smem.dq_full[adder][half], kWarpgroup / 32);
       ptx::mbarrier_init(smem.dq_empty[half], 1);
     }
     ptx::fence_mbarrier_init();
   }
   // Step 0 multiplies the dS of a step before it, and drops the result.
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(smem.grad_scores[1]) / sizeof(uint4)); i += kThreads)
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(smem.grad_scores[1]) / sizeof(uint4)); i += C::kThreads)
     reinterpret_cast<uint4*>(smem.grad_scores[1])[i] = uint4{};
   ptx::fence_proxy_async();
   __syncthreads();
   const BackwardPlace<C> here(args, blockIdx.x);
   if (warpgroup == 0) {
-    ptx::give_registers<kProducerRegisters>();
+    ptx::give_registers<C::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x % 32 != 0) return;
     if (warp == 0)
@@ -535,7 +534,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     else if (warp <= kAdders)
       backward_add<C, T>(args, smem, here, warp - 1);
   } else {
-    ptx::take_registers<kConsumerRegisters>();
+    ptx::take_registers<C::kConsumerRegisters>();
     backward_consume<C, T, kRecipe>(args, smem, here, warpgroup - 1);
   }
 }
@@ -558,7 +557,7 @@ cudaError_t launch(const BackwardParams& p, const RowPairStatistics* statistics,
   map(&args.k, p.k, s.heads_kv, s.seq_k, C::kTileK, DType::kBFloat16);
   map(&args.v, p.v, s.heads_kv, s.seq_k, C::kTileK, p.dtype);
   if (status != cudaSuccess) return status;
-  return launch_tiles<BackwardSmem<C, T>>(backward_kernel<C, T, kRecipe>, args,
+  return launch_tiles<C, BackwardSmem<C, T>>(backward_kernel<C, T, kRecipe>, args,
                                           args.tiles_k * s.batch * s.heads_kv, stream);
 }
 

@@ -241,7 +241,7 @@ struct ForwardConsumer {
             quantized[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
           }
         }
-        if (block == 0 && kBlocks > 1 && j % 2 == 1) boundary();
+        if (C::kHeadDim == 128 && block == 0 && kBlocks > 1 && j % 2 == 1) boundary();
       }
     }
   }
@@ -283,8 +283,9 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
   const uint64_t q = columns_operand(smem.q, consumer * kWarpgroupRows);
   const auto leader = [] { return ptx::laneid() == 0; };
   Consumer own;
-  // With the products of a step in two parts the other consumer fills the gaps by itself.
-  constexpr bool kTakesTurns = Consumer::kBlocks == 1 || C::kHeadDim == 64;
+  // Two consumers either take turns at the tensor cores or, where there are two blocks to a row, start the products of
+  // the first block before the softmax of the second; three fill each other's gaps.
+  constexpr bool kHalves = Consumer::kBlocks == 2, kTakesTurns = !kHalves || C::kHeadDim == 64;
   const auto consumer_again = [] { return static_cast<int>(ptx::tid_x() / kWarpgroup) - 1; };
   const auto start_scores = [&](int use, float (&s)[Consumer::kNTiles][4]) {
     const int stage = stage_of<C::kStages>(use);
@@ -317,13 +318,13 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
       own.raise_exponents(block_max);
     }
   if (kTakesTurns && consumer == 1 && here.tiles_k > 0)
-    ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier);
+    ptx::named_barrier_arrive<C::kConsumers * kWarpgroup>(kTurnBarrier);
   for (int j = 0; j < here.tiles_k; ++j) {
     float s[Consumer::kNTiles][4], block_max[2][Consumer::kBlocks];
-    if (kTakesTurns && j == 0) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
+    if (kTakesTurns && j == 0) ptx::named_barrier_sync<C::kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
     const int use = kRecipe == Recipe::kCudnn ? here.tiles_k + j : j;
     start_scores(use, s);
-    if (kTakesTurns) ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
+    if (kTakesTurns) ptx::named_barrier_arrive<C::kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
     finish_scores(j, use, s);
     own.block_maxima(s, args.scale_log2, block_max);
     if constexpr (kRecipe != Recipe::kCudnn) own.raise_exponents(block_max);
@@ -350,14 +351,13 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
     constexpr int kSteps = Consumer::kKeySteps / Consumer::kBlocks;
     own.template probabilities<0>(s, args.scale_log2, block_max, packed, quantized, boundary);
     ptx::mbarrier_wait(smem.v_full[stage], parity_of<C::kStages>(j));
-    if (kTakesTurns) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
-    start_outputs(integral_constant<int, 0>{}, integral_constant<int, kSteps>{});
-    if constexpr (Consumer::kBlocks > 1) {
+    if (kTakesTurns) ptx::named_barrier_sync<C::kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
+    if constexpr (kHalves) start_outputs(integral_constant<int, 0>{}, integral_constant<int, kSteps>{});
+    if constexpr (Consumer::kBlocks > 1)
       own.template probabilities<1>(s, args.scale_log2, block_max, packed, quantized, boundary);
-      start_outputs(integral_constant<int, kSteps>{}, integral_constant<int, 2 * kSteps>{});
-    }
+    start_outputs(integral_constant<int, kHalves ? kSteps : 0>{}, integral_constant<int, Consumer::kKeySteps>{});
     if (kTakesTurns && j + 1 == here.tiles_k && consumer == 0)
-      ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
+      ptx::named_barrier_arrive<C::kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
     ptx::wgmma_wait_group<0>();
     ptx::hold(own.high_precision_out);
     ptx::hold(sums);
@@ -371,7 +371,7 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
 }
 
 template <class C, class T, Recipe kRecipe>
-__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardArgs args) {
+__global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(1024) unsigned char raw[];
   auto& smem = *reinterpret_cast<ForwardSmem<C, T>*>(raw);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // known to be the same in a warp
@@ -379,20 +379,20 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
     ptx::mbarrier_init(smem.q_full, 1);
     for (int i = 0; i < C::kStages; ++i) {
       ptx::mbarrier_init(smem.k_full[i], 1), ptx::mbarrier_init(smem.v_full[i], 1);
-      ptx::mbarrier_init(smem.k_empty[i], kConsumers * kWarpgroup / 32);
-      ptx::mbarrier_init(smem.v_empty[i], kConsumers * kWarpgroup / 32);
+      ptx::mbarrier_init(smem.k_empty[i], C::kConsumers * kWarpgroup / 32);
+      ptx::mbarrier_init(smem.v_empty[i], C::kConsumers * kWarpgroup / 32);
     }
     ptx::fence_mbarrier_init();
   }
-  for (int i = threadIdx.x; i < 8 * kPanelColumns; i += kThreads) smem.ones[i] = T(1.0f);
+  for (int i = threadIdx.x; i < 8 * kPanelColumns; i += C::kThreads) smem.ones[i] = T(1.0f);
   ptx::fence_proxy_async();
   __syncthreads();
   const ForwardPlace<C> here(args, blockIdx.x);
   if (warpgroup == 0) {
-    ptx::give_registers<kProducerRegisters>();
+    ptx::give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0) forward_produce<C, T, kRecipe>(args, smem, here);
   } else {
-    ptx::take_registers<kConsumerRegisters>();
+    ptx::take_registers<C::kConsumerRegisters>();
     forward_consume<C, T, kRecipe>(args, smem, here, warpgroup - 1);
   }
 }
@@ -416,7 +416,7 @@ cudaError_t launch(const ForwardParams& p, int64_t padded_keys, cudaStream_t str
   keys_map(&args.k, p.k, DType::kBFloat16);
   keys_map(&args.v, p.v, p.dtype);
   if (status != cudaSuccess) return status;
-  return launch_tiles<ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe>, args,
+  return launch_tiles<C, ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe>, args,
                                          args.tiles_q * s.batch * s.heads_q, stream);
 }
 
