@@ -6,6 +6,7 @@
 from . import reference
 from ._library import build_info
 from .autograd import attention
+from .inference import InferReceipt, infer, infer_kernel
 from .module import Attention
 from .ops import (
     backward,
@@ -25,6 +26,7 @@ __version__ = build_info()["version"]
 
 __all__ = [
     "Attention",
+    "InferReceipt",
     "Recipe",
     "attention",
     "backward",
@@ -36,6 +38,8 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "forward",
+    "infer",
+    "infer_kernel",
     "preprocess",
     "quantize",
     "reference",
