@@ -110,7 +110,7 @@ def infer_kernel(device: torch.device | str | None = None, pv_mode: str = "fp4")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    target, kernel, why_not = _resolve(device)
+    target, kernel, why_not = resolve(device)
     return InferReceipt("attn_qat::infer", recipe, pv_mode, _name(device), target, kernel, why_not)
 
 
@@ -127,8 +127,11 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def _resolve(device: torch.device) -> tuple[str, str | None, tuple[str, ...]]:
-    """(target, kernel family, a sentence for each family that is not taken). The one place that decides."""
+def resolve(device: torch.device, part: str = "forward") -> tuple[str, str | None, tuple[str, ...]]:
+    """(target, kernel family, a sentence for each family that is not taken) for 'forward' or 'backward' on a device.
+
+    The one place that decides.
+    """
     if device.type == "cpu":
         return "cpu", "cpu", ()
     if device.type != "cuda":
@@ -137,7 +140,7 @@ def _resolve(device: torch.device) -> tuple[str, str | None, tuple[str, ...]]:
     if capability is None:
         return "none", None, (f"torch sees no device {_name(device)}",)
     target = f"sm_{capability[0]}{capability[1]}a"
-    families = _families()
+    families = _families(part)
     if not families:
         return target, None, ("this build has no CUDA kernels",)
     chosen = next((name for name, targets in families.items() if target in targets), None)
@@ -151,11 +154,11 @@ def _sentence(family: str, targets: list[str], target: str) -> str:
     return f"{family}: no code for {target}, compiled for {' '.join(targets)}"
 
 
-def _families() -> dict[str, list[str]]:
-    """Kernel family with a forward -> its targets, the most specific first, as the operators try them."""
+def _families(part: str) -> dict[str, list[str]]:
+    """Kernel family with that part -> its targets, the most specific first, as the operators try them."""
     found = {
         source.split("/")[0]: targets
         for source, targets in build_info()["kernels"].items()
-        if source.split("/")[1] == "forward"
+        if source.split("/")[1].startswith(part)
     }
     return dict(sorted(found.items(), key=lambda item: len(item[1])))
