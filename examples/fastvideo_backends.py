@@ -1,7 +1,7 @@
-"""FastVideo's ATTN_QAT_TRAIN and ATTN_QAT_INFER: fine-tune a layer with FP4 attention, then run it as deployed.
+"""FastVideo's ATTN_QAT_TRAIN and ATTN_QAT_INFER: fine-tune a layer with FP4 attention, run it as deployed.
 
-Runs on the CPU in seconds, with or without fastvideo installed: without it the backends are taken directly, as FastVideo
-would after its selection.
+Runs on the CPU in seconds, with or without fastvideo installed: without it the backends are taken directly,
+as FastVideo would after its selection.
 """
 
 import torch
@@ -26,7 +26,7 @@ def select(name: str) -> type:
 
 
 class Attention(nn.Module):
-    """Self-attention as a video transformer of FastVideo has it: BLHD tensors, an exchangeable implementation."""
+    """Self-attention as FastVideo's video transformers have it: BLHD, an exchangeable implementation."""
 
     def __init__(self, backend: type):
         super().__init__()

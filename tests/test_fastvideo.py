@@ -1,4 +1,4 @@
-"""FastVideo's ATTN_QAT_TRAIN and ATTN_QAT_INFER: the interface it documents, the numbers, and its own selection.
+"""FastVideo's ATTN_QAT_TRAIN and ATTN_QAT_INFER: the documented interface, the numbers, its own selection.
 
 The last section needs the fastvideo package and is skipped without it; the rest does not."""
 
@@ -171,7 +171,7 @@ def test_inference_repeats_training(pv_mode, recipe, device):
 
 @each_impl
 def test_inputs_are_read_where_they_lie(impl_cls, device):
-    """As FastVideo's distributed layer passes them: chunks of one stacked tensor, cut to the unpadded length."""
+    """As FastVideo's distributed layer has them: chunks of one stacked tensor, cut to the unpadded length."""
     case = make_case(Shape(2, 4, 4, 40, 40, 64), device)
     q, k, v = (blhd(x) for x in (case.q, case.k, case.v))
     stacked = torch.cat([q, k, v])[:, :37]
@@ -375,7 +375,8 @@ def test_fastvideo_selects_the_registered_backend(name, names):
 
 def test_other_backends_are_left_to_fastvideo(fastvideo, names):
     """The platform answers for them as it did before."""
-    ask = lambda: fastvideo.current_platform.get_attn_backend_cls(names.TORCH_SDPA, 64, torch.float32)  # noqa: E731
+    question = names.TORCH_SDPA, 64, torch.float32
+    ask = lambda: fastvideo.current_platform.get_attn_backend_cls(*question)  # noqa: E731
     registered = ask()
     kind = fastvideo.current_platform._enum
     ours.unregister()

@@ -1,6 +1,6 @@
 """Inference: `infer`, and `infer_kernel`, which says what a device would run it with.
 
-The pair of training and inference is one recipe: `pv_mode` is the name that FP4 inference engines have for it.
+Training and inference share a recipe; `pv_mode` is what FP4 inference engines call it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ PV_MODES = {"fp4": Recipe.FP4, "bf16": Recipe.FP4_QK}
 def recipe_of(pv_mode: str) -> Recipe:
     """The training recipe whose forward an inference in this mode repeats, bit for bit.
 
-    Raises ValueError for a mode that does not exist and NotImplementedError for 'fp8', which exists elsewhere: V cast to
-    E4M3 without a scale, for which there is neither a kernel here nor a recipe that trains for it.
+    Raises ValueError for a mode that does not exist and NotImplementedError for 'fp8', which exists
+    elsewhere: V cast to E4M3 without a scale, for which there is neither a kernel here nor a recipe that
+    trains for it.
     """
     if pv_mode == "fp8":
         raise NotImplementedError("pv_mode is 'fp8': no kernel and no recipe for it; takes 'fp4' or 'bf16'")
@@ -43,13 +44,16 @@ def infer(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention exactly as FP4 tensor cores compute it, without what only a backward needs.
 
-    q: (B, Hq, Sq, D). k, v: (B, Hkv, Skv, D) with Hq a multiple of Hkv. Returns out, (B, Hq, Sq, D) in q's dtype, and
-    with `return_lse` (out, lse): lse (B, Hq, Sq) float32, natural logarithm, -inf for a row that sees no key.
-    pv_mode: 'fp4' quantises P and V (a model trained with recipe fp4), 'bf16' neither (trained with fp4_qk); Q and K are
-    FP4 in both. `out` has the bits of `attn_qat.forward`'s with that recipe, from the same kernel family.
-    softmax_scale: defaults to D ** -0.5. is_causal aligns bottom-right when Sq != Skv. No gradient: `attention` has one.
-    Under autocast, q, k and v are cast to the autocast dtype. Raises ValueError for anything it does not take and
-    NotImplementedError where there is no kernel; it never computes another attention instead.
+    q: (B, Hq, Sq, D). k, v: (B, Hkv, Skv, D) with Hq a multiple of Hkv. Returns out, (B, Hq, Sq, D) in q's
+    dtype, and with `return_lse` (out, lse): lse (B, Hq, Sq) float32, natural logarithm, -inf for a row that
+    sees no key.
+    pv_mode: 'fp4' quantises P and V (a model trained with recipe fp4), 'bf16' neither (trained with fp4_qk);
+    Q and K are FP4 in both. `out` has the bits of `attn_qat.forward`'s with that recipe, from the same kernel
+    family.
+    softmax_scale: defaults to D ** -0.5. is_causal aligns bottom-right when Sq != Skv. No gradient:
+    `attention` has one. Under autocast, q, k and v are cast to the autocast dtype. Raises ValueError for
+    anything it does not take and NotImplementedError where there is no kernel; it never computes another
+    attention instead.
     """
     recipe = recipe_of(pv_mode)
     device = q.device.type
@@ -84,7 +88,7 @@ class InferReceipt:
     recipe: Recipe
     pv_mode: str
     device: str  # as torch writes it: "cpu", "cuda:0"
-    target: str  # what kernels are compiled for: "x86-64", "sm_90a"; "none" without such a device
+    target: str  # what kernels are compiled for: "cpu", "sm_90a"; "none" without such a device
     kernel: str | None  # the kernel family, or None: a call raises NotImplementedError
     why_not: tuple[str, ...] = ()  # one sentence for each family that was not taken
 
@@ -101,10 +105,10 @@ class InferReceipt:
 
 
 def infer_kernel(device: torch.device | str | None = None, pv_mode: str = "fp4") -> InferReceipt:
-    """Which kernel family `infer` would run on `device` in `pv_mode`; runs nothing and never raises for a device.
+    """Which kernel family `infer` would run on `device` in `pv_mode`. Runs nothing; no device makes it raise.
 
-    device: the current CUDA device if torch sees one, else the CPU. Whether the family takes a given problem (dtype, head
-    dim) is decided at the call. Raises as `recipe_of` does for a wrong pv_mode.
+    device: the current CUDA device if torch sees one, else the CPU. Whether the family takes a given problem
+    (dtype, head dim) is decided at the call. Raises as `recipe_of` does for a wrong pv_mode.
     """
     recipe = recipe_of(pv_mode)
     if device is None:
@@ -128,7 +132,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def resolve(device: torch.device, part: str = "forward") -> tuple[str, str | None, tuple[str, ...]]:
-    """(target, kernel family, a sentence for each family that is not taken) for 'forward' or 'backward' on a device.
+    """(target, kernel family, a sentence for each family not taken) for 'forward' or 'backward' on a device.
 
     The one place that decides.
     """

@@ -1,10 +1,10 @@
 """FastVideo's attention backends ATTN_QAT_TRAIN and ATTN_QAT_INFER on this library's kernels.
 
-`register()` makes FastVideo select them. The classes have the interface that FastVideo documents and derive from its
-base classes where FastVideo is installed; the module imports, and the classes work, without it.
+`register()` makes FastVideo select them. The classes have the interface that FastVideo documents and derive
+from its base classes where FastVideo is installed; the module imports, and the classes work, without it.
 
-Tensors are BLHD, as everywhere in FastVideo: (batch, sequence length, heads, head dim). The kernels read such a tensor
-where it lies; the output is copied once, into BLHD.
+Tensors are BLHD, as everywhere in FastVideo: (batch, sequence length, heads, head dim). The kernels read such
+a tensor where it lies; the output is copied once, into BLHD.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attn_qat_infer_receipt(pv_mode: str = "fp4") -> str:
 
 
 def is_attn_qat_infer_available() -> bool:
-    """The active device has a kernel for ATTN_QAT_INFER. That the library is importable says nothing about it."""
+    """The active device has a kernel for ATTN_QAT_INFER: more than that the library is importable."""
     return infer_kernel(active_device()).available
 
 
@@ -80,7 +80,7 @@ _PV_MODE_VARIABLE = "FASTVIDEO_FA4_PV_MODE"
 
 
 def validate_fa4_pv_mode(mode: str) -> str:
-    """`mode` if it is 'fp4' or 'bf16'; NotImplementedError for FastVideo's 'fp8', ValueError for anything else."""
+    """`mode` if 'fp4' or 'bf16'. NotImplementedError for FastVideo's 'fp8', ValueError for anything else."""
     try:
         recipe_of(mode)
     except (ValueError, NotImplementedError) as error:
@@ -109,14 +109,15 @@ def _mode_for(name: str, recipe: str | Recipe) -> str:
         if trained == recipe:
             return mode
     raise ValueError(
-        f"{name}: recipe is '{recipe}', which no inference computes; takes 'fp4' or 'fp4_qk', or an fa4_pv_mode"
+        f"{name}: recipe is '{recipe}', which no inference computes; takes 'fp4' or 'fp4_qk', "
+        "or an fa4_pv_mode"
     )
 
 
 def _check_options(
     name: str, num_heads: int, head_size: int, num_kv_heads: int | None, arguments: dict
 ) -> None:
-    """Refuses what the kernels do not compute; an argument for another backend may ask for nothing (None, False, 0)."""
+    """Refuses what the kernels do not compute; what another backend takes may be None, False or 0."""
     if head_size not in HEAD_SIZES:
         raise ValueError(f"{name}: head_size is {head_size}, takes 64 or 128")
     if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
@@ -126,8 +127,8 @@ def _check_options(
     for argument in ("dropout_p", "dropout_rate"):
         if arguments.get(argument):
             raise NotImplementedError(
-                f"{name}: {argument} is {arguments[argument]}, takes 0: the backward rebuilds P from the row sums and "
-                "would have to redraw the same mask, which no kernel here does"
+                f"{name}: {argument} is {arguments[argument]}, takes 0: the backward rebuilds P from "
+                "the row sums and would have to redraw the same mask, which no kernel here does"
             )
     for argument, value in arguments.items():
         if value:
@@ -165,8 +166,9 @@ class _Impl(AttentionImpl):
 class AttnQatTrainImpl(_Impl):
     """Attention with fake-quantised operands and its backward (`attn_qat.attention`).
 
-    extra_impl_args: `recipe` ('fp4', 'fp4_qk' or 'cudnn'; the one registered unless given). dropout_p must be 0.
-    Constructing it needs no kernel for the device; `forward` raises NotImplementedError where there is none.
+    extra_impl_args: `recipe` ('fp4', 'fp4_qk' or 'cudnn'; the one registered unless given). dropout_p must be
+    0. Constructing it needs no kernel for the device; `forward` raises NotImplementedError where there is
+    none.
     """
 
     name = "attn_qat_train"
@@ -186,15 +188,15 @@ class AttnQatTrainImpl(_Impl):
         _log_once(f"ATTN_QAT_TRAIN resolved: {attn_qat_train_receipt(self.recipe)}")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata) -> Tensor:
-        """query: (B, Lq, H, D). key, value: (B, Lkv, Hkv, D). Returns (B, Lq, H, D), contiguous, differentiable."""
+        """(B, Lq, H, D) query, (B, Lkv, Hkv, D) key and value to contiguous (B, Lq, H, D), differentiable."""
         return self._attend(attention, query, key, value, attn_metadata, recipe=self.recipe)
 
 
 class AttnQatInferImpl(_Impl):
     """Attention as FP4 tensor cores compute it (`attn_qat.infer`).
 
-    extra_impl_args: `fa4_pv_mode`, 'fp4' or 'bf16', validated here, or `recipe` that stands for it; with neither it
-    comes from FASTVIDEO_FA4_PV_MODE, else from the registered recipe. dropout_p must be 0.
+    extra_impl_args: `fa4_pv_mode`, 'fp4' or 'bf16', validated here, or `recipe` that stands for it; with
+    neither it comes from FASTVIDEO_FA4_PV_MODE, else from the registered recipe. dropout_p must be 0.
     Constructing it needs no kernel for the device; `forward` raises NotImplementedError where there is none.
     """
 
@@ -215,7 +217,7 @@ class AttnQatInferImpl(_Impl):
         _log_once(f"ATTN_QAT_INFER resolved: {attn_qat_infer_receipt(self.fa4_pv_mode)}")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata) -> Tensor:
-        """query: (B, Lq, H, D). key, value: (B, Lkv, Hkv, D). Returns (B, Lq, H, D), contiguous, no gradient."""
+        """(B, Lq, H, D) query, (B, Lkv, Hkv, D) key and value to contiguous (B, Lq, H, D), no gradient."""
         return self._attend(infer, query, key, value, attn_metadata, pv_mode=self.fa4_pv_mode)
 
 
@@ -287,11 +289,14 @@ _MARK = "_attn_qat_replaces"
 
 
 def register(recipe: str | Recipe = Recipe.FP4) -> None:
-    """Makes FastVideo's ATTN_QAT_TRAIN and ATTN_QAT_INFER the backends of this module. Call it before models are built.
+    """Makes FastVideo's ATTN_QAT_TRAIN and ATTN_QAT_INFER the backends of this module.
 
-    recipe: what ATTN_QAT_TRAIN trains and ATTN_QAT_INFER computes, unless a layer says otherwise. Every other backend is
-    left to FastVideo. Nothing of FastVideo is modified: its current platform object is replaced by one of a subclass,
-    the place where FastVideo asks for a backend; `unregister` puts the first one back. A second call only sets the recipe.
+    Call it before models are built.
+
+    recipe: what ATTN_QAT_TRAIN trains and ATTN_QAT_INFER computes, unless a layer says otherwise. Every other
+    backend is left to FastVideo. Nothing of FastVideo is modified: its current platform object is replaced by
+    one of a subclass, the place where FastVideo asks for a backend; `unregister` puts the first one back. A
+    second call only sets the recipe.
     Raises ImportError without FastVideo.
     """
     global _registered_recipe
@@ -316,7 +321,7 @@ def unregister() -> None:
 
 
 def _fastvideo():
-    """FastVideo's modules `platforms` and `attention.selector`, with the private names that `register` relies on."""
+    """FastVideo's `platforms` and `attention.selector`, with the private names that `register` needs."""
     from fastvideo import platforms
     from fastvideo.attention import selector
 
@@ -345,10 +350,10 @@ def _platform_class(base: type, names) -> type:
 
 @contextmanager
 def inference_layers(model: torch.nn.Module, fa4_pv_mode: str | None = None):
-    """Within the context, the ATTN_QAT_TRAIN layers of `model` run ATTN_QAT_INFER: to validate what will be deployed.
+    """Within it the ATTN_QAT_TRAIN layers of `model` run ATTN_QAT_INFER: to validate what is deployed.
 
-    fa4_pv_mode: by default the one that each layer's recipe trains for. Raises ValueError if there is no such layer, if a
-    recipe has no inference ('cudnn') or on a wrong mode; yields the number of layers.
+    fa4_pv_mode: by default the one that each layer's recipe trains for. Raises ValueError if there is no such
+    layer, if a recipe has no inference ('cudnn') or on a wrong mode; yields the number of layers.
     """
     layers = [m for m in model.modules() if isinstance(getattr(m, "attn_impl", None), AttnQatTrainImpl)]
     if not layers:
