@@ -3,7 +3,7 @@
 `attention` is the differentiable function, `Attention` its module; the operators are `torch.ops.attn_qat.*`.
 """
 
-from . import reference
+from . import distributed, reference
 from ._library import build_info
 from .autograd import attention
 from .inference import InferReceipt, infer, infer_kernel
@@ -24,6 +24,8 @@ from .recipe import Recipe
 
 __version__ = build_info()["version"]
 
+distributed.register_with_dtensor()
+
 __all__ = [
     "Attention",
     "InferReceipt",
@@ -36,6 +38,7 @@ __all__ = [
     "backward_workspace_bytes",
     "build_info",
     "dequantize",
+    "distributed",
     "fake_quantize",
     "forward",
     "infer",
