@@ -317,7 +317,8 @@ def test_the_examples_run(name, says):
         [sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("2 ranks") and says in done.stdout
+    last = done.stdout.splitlines()[-1]  # torch 2.10's gloo says that it is connected
+    assert last.startswith("2 ranks") and says in last
 
 
 # --- larger meshes, on torch's fake process group

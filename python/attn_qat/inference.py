@@ -57,7 +57,7 @@ def infer(
     """
     recipe = recipe_of(pv_mode)
     device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if not q.is_meta and torch.is_autocast_enabled(device):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if softmax_scale is None:
