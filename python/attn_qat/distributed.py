@@ -29,11 +29,11 @@ def register() -> None:
     Imports DTensor. Called when DTensor is imported; a second call does nothing.
     """
     global _registered
+    from torch.distributed.tensor.experimental import register_sharding  # may register, by the hook below
+
     if _registered:
         return
-    _registered = True  # before the import, which may end here through the hook below
-    from torch.distributed.tensor.experimental import register_sharding
-
+    _registered = True
     ops = torch.ops.attn_qat
     attention = (ops.forward, ops.infer, ops.infer_with_lse, ops.preprocess)
     attention += (ops.backward, ops.backward_dq, ops.backward_dkdv)
@@ -154,6 +154,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        if spec is None:  # a torch without distributed
+            return None
         load = spec.loader.exec_module
 
         def load_and_register(module):
