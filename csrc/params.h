@@ -39,16 +39,22 @@ struct AttentionShape {
   int64_t batch, heads_q, heads_kv, seq_q, seq_k, head_dim;
 };
 
+// Training wants all four outputs. Inference has no use for high_precision_out (data nullptr) and row_exponent
+// (nullptr), and lse may be nullptr too: what is not wanted is neither computed nor stored. Never with kCudnn,
+// whose V no tensor core multiplies.
 struct ForwardParams {
-  View q, k, v;                  // [B, Hq, Sq, D], [B, Hkv, Skv, D] twice
-  View out, high_precision_out;  // [B, Hq, Sq, D]
-  float* lse;                    // [B, Hq, Sq]  natural log; -inf: no visible key
-  int32_t* row_exponent;         // [B, Hq, Sq]  ceil of the row maximum of t; INT32_MIN: no visible key
+  View q, k, v;             // [B, Hq, Sq, D], [B, Hkv, Skv, D] twice
+  View out;                 // [B, Hq, Sq, D]
+  View high_precision_out;  // [B, Hq, Sq, D]
+  float* lse;               // [B, Hq, Sq]  natural log; -inf: no visible key
+  int32_t* row_exponent;    // [B, Hq, Sq]  ceil of the row maximum of t; INT32_MIN: no visible key
   AttentionShape shape;
   float softmax_scale;
   bool causal;
   Recipe recipe;
   DType dtype;
+
+  constexpr bool training() const { return high_precision_out.data != nullptr; }
 };
 
 struct PreprocessParams {

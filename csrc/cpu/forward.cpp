@@ -5,6 +5,8 @@
 //   p    = exp2(t - E)          l = rowsum(p)           lse = ln 2 * (E + log2 l)
 //   O_hp = p V^ / l             O = fp4(p * 2^k) * 2^-k V^ / l
 //
+// Inference takes O alone, the same bits: O_hp is then left out, unless it is O (recipe fp4_qk).
+//
 // Keys and values are quantised once for a group of kv heads. A task is one tile of query rows: it keeps the
 // scores of its rows against every key (memory grows with S), so E is final before anything is quantised and
 // the result does not depend on the order of the tiles.
@@ -113,7 +115,7 @@ class Forward {
   }
 
   void accumulate(HeadKv head, int64_t rows, int64_t keys, const Scratch& s) const {
-    const bool quantise = p_.recipe != Recipe::kFp4Qk;
+    const bool quantise = p_.recipe != Recipe::kFp4Qk, high_precision = !quantise || p_.training();
     if (keys == 0)
       for (int64_t i = 0; i < rows * z_.ld; ++i) s.out[i] = s.high_precision_out[i] = 0.0f;
     for (int64_t j = 0; j * kTileK < keys; ++j) {
@@ -122,8 +124,9 @@ class Forward {
       const float* v = head.v + j * kTileK * z_.ld;
       ops_.forward_probabilities(p, padded(kTileK), rows, cols, s.exponent, probability_gain(p_.recipe),
                                  quantise ? s.quantised : nullptr, s.row_sum);
-      ops_.gemm(
-          {rows, z_.head_dim, cols, p, padded(kTileK), 1, v, z_.ld, s.high_precision_out, z_.ld, j > 0});
+      if (high_precision)
+        ops_.gemm(
+            {rows, z_.head_dim, cols, p, padded(kTileK), 1, v, z_.ld, s.high_precision_out, z_.ld, j > 0});
       if (quantise)
         ops_.gemm({rows, z_.head_dim, cols, s.quantised, padded(kTileK), 1, v, z_.ld, s.out, z_.ld, j > 0});
     }
@@ -136,12 +139,12 @@ class Forward {
       s.inverse_sum[r] = empty ? 0.0f : 1.0f / s.row_sum[r];
       const double log2_sum =
           static_cast<double>(s.exponent[r]) + std::log2(static_cast<double>(s.row_sum[r]));
-      p_.lse[first + r] = empty ? -INFINITY : static_cast<float>(log2_sum * kLn2);
-      p_.row_exponent[first + r] = empty ? INT32_MIN : saturated(s.exponent[r]);
+      if (p_.lse) p_.lse[first + r] = empty ? -INFINITY : static_cast<float>(log2_sum * kLn2);
+      if (p_.row_exponent) p_.row_exponent[first + r] = empty ? INT32_MIN : saturated(s.exponent[r]);
     }
     const float* out = p_.recipe == Recipe::kFp4Qk ? s.high_precision_out : s.out;
     store(p_.out, b, h, from, rows, out, s);
-    store(p_.high_precision_out, b, h, from, rows, s.high_precision_out, s);
+    if (p_.training()) store(p_.high_precision_out, b, h, from, rows, s.high_precision_out, s);
   }
 
   void store(const View& view, int64_t b, int64_t h, int64_t from, int64_t rows, const float* tile,

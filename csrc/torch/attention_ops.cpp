@@ -1,4 +1,5 @@
-// forward, preprocess, the backward halves, backward and its allocation-free form (contract sections 3 to 5).
+// forward, infer, preprocess, the backward halves, backward and its allocation-free form (contract sections
+// 3 to 5).
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -27,26 +28,55 @@ void check_like_q(const Argument& a, const Argument& q) {
   check_rows(a);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                   double softmax_scale, bool is_causal, std::string recipe) {
-  constexpr auto op = "forward";
+// Everything but the outputs.
+ForwardParams check_forward(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, Recipe recipe,
+                            double softmax_scale, bool is_causal) {
   ForwardParams p{};
   p.shape = check_attention(op, q, k, v);
   p.dtype = check_dtype({op, "q", q});
-  p.recipe = check_recipe(op, recipe);
+  p.recipe = recipe;
   check_softmax_scale(op, softmax_scale);
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.causal = is_causal;
+  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v);
+  return p;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                   double softmax_scale, bool is_causal, std::string recipe) {
+  constexpr auto op = "forward";
+  ForwardParams p = check_forward(op, q, k, v, check_recipe(op, recipe), softmax_scale, is_causal);
   Tensor out = torch::stable::new_empty(q, q.sizes());
   Tensor high_precision_out = torch::stable::new_empty(q, q.sizes());
   Tensor lse = torch::stable::new_empty(q, row_shape(p.shape), ScalarType::Float);
   Tensor row_exponent = torch::stable::new_empty(q, row_shape(p.shape), ScalarType::Int);
-  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v);
   p.out = view_of(out), p.high_precision_out = view_of(high_precision_out);
   p.lse = static_cast<float*>(lse.mutable_data_ptr());
   p.row_exponent = static_cast<int32_t*>(row_exponent.mutable_data_ptr());
-  launch_forward(p, q);
+  launch_forward(op, p, q);
   return {out, high_precision_out, lse, row_exponent};
+}
+
+Tensor infer(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale, bool is_causal,
+             std::string recipe) {
+  constexpr auto op = "infer";
+  ForwardParams p = check_forward(op, q, k, v, check_inference_recipe(op, recipe), softmax_scale, is_causal);
+  Tensor out = torch::stable::new_empty(q, q.sizes());
+  p.out = view_of(out);
+  launch_forward(op, p, q);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> infer_with_lse(const Tensor& q, const Tensor& k, const Tensor& v,
+                                          double softmax_scale, bool is_causal, std::string recipe) {
+  constexpr auto op = "infer_with_lse";
+  ForwardParams p = check_forward(op, q, k, v, check_inference_recipe(op, recipe), softmax_scale, is_causal);
+  Tensor out = torch::stable::new_empty(q, q.sizes());
+  Tensor lse = torch::stable::new_empty(q, row_shape(p.shape), ScalarType::Float);
+  p.out = view_of(out);
+  p.lse = static_cast<float*>(lse.mutable_data_ptr());
+  launch_forward(op, p, q);
+  return {out, lse};
 }
 
 Tensor preprocess(const Tensor& high_precision_out, const Tensor& grad_out) {
@@ -217,6 +247,8 @@ std::string explain_by_name(std::string name, const Tensor& q, const Tensor& k, 
 template <class Library>
 void implement(Library& m) {
   m.impl("forward", TORCH_BOX(&forward));
+  m.impl("infer", TORCH_BOX(&infer));
+  m.impl("infer_with_lse", TORCH_BOX(&infer_with_lse));
   m.impl("preprocess", TORCH_BOX(&preprocess));
   m.impl("backward_dq", TORCH_BOX(&backward_dq));
   m.impl("backward_dkdv", TORCH_BOX(&backward_dkdv));
@@ -232,6 +264,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attn_qat, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal, str recipe=\"cudnn\") "
       "-> (Tensor out, Tensor high_precision_out, Tensor lse, Tensor row_exponent)");
+  m.def(
+      "infer(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal, str recipe=\"fp4\") -> "
+      "Tensor");
+  m.def(
+      "infer_with_lse(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal, str recipe=\"fp4\") "
+      "-> (Tensor out, Tensor lse)");
   m.def("preprocess(Tensor high_precision_out, Tensor grad_out) -> Tensor");
   m.def(
       "backward_dq(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, float "

@@ -102,6 +102,15 @@ Recipe check_recipe(const char* op, const std::string& recipe) {
   refuse(op, ": recipe is '", recipe, "', takes 'cudnn', 'fp4' or 'fp4_qk'");
 }
 
+Recipe check_inference_recipe(const char* op, const std::string& recipe) {
+  if (recipe == "fp4") return Recipe::kFp4;
+  if (recipe == "fp4_qk") return Recipe::kFp4Qk;
+  refuse(op, ": recipe is '", recipe, "', takes 'fp4' or 'fp4_qk'",
+         recipe == "cudnn"
+             ? " (cudnn quantises V along the head dimension, which no FP4 tensor core multiplies)"
+             : "");
+}
+
 void check_softmax_scale(const char* op, double softmax_scale) {
   const float used = static_cast<float>(softmax_scale);
   ATTN_QAT_CHECK(std::isfinite(used) && used > 0.0f, op, ": softmax_scale is ", softmax_scale,

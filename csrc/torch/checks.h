@@ -52,6 +52,8 @@ void check_contiguous(const Argument&);
 void check_rows(const Argument&);
 
 Recipe check_recipe(const char* op, const std::string& recipe);
+// One that FP4 tensor cores compute: not cudnn.
+Recipe check_inference_recipe(const char* op, const std::string& recipe);
 void check_softmax_scale(const char* op, double softmax_scale);
 // q, k, v of one attention problem.
 AttentionShape check_attention(const char* op, const Tensor& q, const Tensor& k, const Tensor& v);

@@ -49,6 +49,7 @@ constexpr Family<PreprocessParams> kPreprocess[] = {
     {"common", kAnyCapability, common::why_not, [](const PreprocessParams&) { return size_t{0}; },
      [](const PreprocessParams& p, void*, cudaStream_t s) { return common::preprocess(p, s); }}};
 
+// Inference too, without training outputs: a family of one kind says so in why_not.
 constexpr Family<ForwardParams> kForward[] = {
     {"sm90", 90, sm90::why_not,
      [](const ForwardParams& p) { return sm90::forward_workspace_bytes(p.shape, p.recipe); }, sm90::forward},
@@ -169,7 +170,9 @@ void cuda_preprocess(const PreprocessParams& p, const Tensor& on) {
   run("preprocess", kPreprocess, p, nullptr, on);
 }
 
-void cuda_forward(const ForwardParams& p, const Tensor& on) { run("forward", kForward, p, nullptr, on); }
+void cuda_forward(const char* op, const ForwardParams& p, const Tensor& on) {
+  run(op, kForward, p, nullptr, on);
+}
 
 void cuda_backward(const BackwardParams& p, const Tensor& on) { run("backward", kBackward, p, nullptr, on); }
 
@@ -199,7 +202,7 @@ void cuda_fake_quantize(const QuantizeParams&, const Tensor&) { refuse_cuda(); }
 void cuda_quantize(const QuantizeParams&, const Tensor&) { refuse_cuda(); }
 void cuda_dequantize(const QuantizeParams&, const Tensor&) { refuse_cuda(); }
 void cuda_preprocess(const PreprocessParams&, const Tensor&) { refuse_cuda(); }
-void cuda_forward(const ForwardParams&, const Tensor&) { refuse_cuda(); }
+void cuda_forward(const char*, const ForwardParams&, const Tensor&) { refuse_cuda(); }
 void cuda_backward(const BackwardParams&, const Tensor&) { refuse_cuda(); }
 void cuda_backward(const BackwardParams&, void*, const Tensor&) { refuse_cuda(); }
 size_t cuda_backward_workspace_bytes(const AttentionShape&) { refuse_cuda(); }

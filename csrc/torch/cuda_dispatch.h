@@ -9,7 +9,7 @@ void cuda_fake_quantize(const QuantizeParams&, const Tensor& on);
 void cuda_quantize(const QuantizeParams&, const Tensor& on);
 void cuda_dequantize(const QuantizeParams&, const Tensor& on);
 void cuda_preprocess(const PreprocessParams&, const Tensor& on);
-void cuda_forward(const ForwardParams&, const Tensor& on);
+void cuda_forward(const char* op, const ForwardParams&, const Tensor& on);  // op: forward or infer
 void cuda_backward(const BackwardParams&, const Tensor& on);
 void cuda_backward(const BackwardParams&, void* workspace, const Tensor& on);  // allocates nothing
 size_t cuda_backward_workspace_bytes(const AttentionShape&);                   // whichever family runs

@@ -82,8 +82,8 @@ void launch_preprocess(const PreprocessParams& p, const Tensor& on) {
   cpu::preprocess(p, executor_for(p.batch * p.heads * p.seq * p.head_dim, int64_t{1} << 15));
 }
 
-void launch_forward(const ForwardParams& p, const Tensor& on) {
-  if (on.is_cuda()) return cuda_forward(p, on);
+void launch_forward(const char* op, const ForwardParams& p, const Tensor& on) {
+  if (on.is_cuda()) return cuda_forward(op, p, on);
   const cpu::Executor executor = executor_for(p.shape);
   Tensor workspace = new_workspace(on, cpu::forward_workspace_bytes(p.shape, executor.workers));
   cpu::forward(p, workspace.mutable_data_ptr(), executor);

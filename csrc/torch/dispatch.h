@@ -13,7 +13,7 @@ void launch_fake_quantize(const QuantizeParams&, const Tensor& on);
 void launch_quantize(const QuantizeParams&, const Tensor& on);
 void launch_dequantize(const QuantizeParams&, const Tensor& on);
 void launch_preprocess(const PreprocessParams&, const Tensor& on);
-void launch_forward(const ForwardParams&, const Tensor& on);
+void launch_forward(const char* op, const ForwardParams&, const Tensor& on);
 void launch_backward(const BackwardParams&, const Tensor& on);
 void launch_backward(const BackwardParams&, void* workspace, const Tensor& on);
 size_t backward_workspace_bytes(const AttentionShape&, const Tensor& on);

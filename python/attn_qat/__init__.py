@@ -3,9 +3,10 @@
 `attention` is the differentiable function, `Attention` its module; the operators are `torch.ops.attn_qat.*`.
 """
 
-from . import reference
+from . import distributed, reference
 from ._library import build_info
 from .autograd import attention
+from .inference import InferReceipt, infer, infer_kernel
 from .module import Attention
 from .ops import (
     backward,
@@ -23,8 +24,11 @@ from .recipe import Recipe
 
 __version__ = build_info()["version"]
 
+distributed.register_with_dtensor()
+
 __all__ = [
     "Attention",
+    "InferReceipt",
     "Recipe",
     "attention",
     "backward",
@@ -34,8 +38,11 @@ __all__ = [
     "backward_workspace_bytes",
     "build_info",
     "dequantize",
+    "distributed",
     "fake_quantize",
     "forward",
+    "infer",
+    "infer_kernel",
     "preprocess",
     "quantize",
     "reference",

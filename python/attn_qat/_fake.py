@@ -13,6 +13,7 @@ BLOCK = 16
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RECIPES = ("cudnn", "fp4", "fp4_qk")
+INFERENCE_RECIPES = ("fp4", "fp4_qk")
 
 
 def _check(condition, message) -> None:
@@ -199,6 +200,23 @@ def _forward(q, k, v, softmax_scale, is_causal, recipe="cudnn"):
         q.new_empty(rows, dtype=torch.float32),
         q.new_empty(rows, dtype=torch.int32),
     )
+
+
+def _check_infer(op, q, k, v, recipe) -> None:
+    _check(recipe in INFERENCE_RECIPES, lambda: f"{op}: recipe is '{recipe}', takes 'fp4' or 'fp4_qk'")
+    _check_attention(op, q, k, v, recipe)
+
+
+@torch.library.register_fake("attn_qat::infer")
+def _infer(q, k, v, softmax_scale, is_causal, recipe="fp4"):
+    _check_infer("infer", q, k, v, recipe)
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("attn_qat::infer_with_lse")
+def _infer_with_lse(q, k, v, softmax_scale, is_causal, recipe="fp4"):
+    _check_infer("infer_with_lse", q, k, v, recipe)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("attn_qat::preprocess")

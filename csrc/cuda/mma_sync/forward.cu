@@ -6,6 +6,8 @@
 //                               p = exp2(t - E),    P^ = fp4(p)
 //                               O_hp += p V^,       O += P^ V^,      l += rowsum(p)
 //
+// Inference (kTraining false) wants O alone: where the recipe quantises P it leaves O_hp out, and gets the same O.
+//
 // Recipe cudnn takes E from a first pass over S: with a gain of 1, blocks of small probabilities sit at the floor
 // of the scale, where they depend on E.
 //
@@ -53,12 +55,15 @@ __device__ __forceinline__ tile::LaneAddresses<kHeadDim> keys_summed_over(ptx::S
 
 constexpr float kNegativeInfinity = -__builtin_inff();
 
-template <class C, class T, Recipe kRecipe>
+template <class C, class T, Recipe kRecipe, bool kTraining>
 struct ForwardWarp {
   static constexpr int kNTiles = C::kTileK / 8, kDTiles = C::kHeadDim / 8;
   using Addresses = tile::LaneAddresses<C::kHeadDim>;
   static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
-  float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kDTiles][4];
+  static constexpr bool kHighPrecision = kTraining || !kQuantizes;  // O_hp is wanted, or is O
+  static_assert(kTraining || kRecipe != Recipe::kCudnn, "a recipe for training");
+  static constexpr int kPTiles = kHighPrecision ? kNTiles : 1, kQuantizedTiles = kQuantizes ? kNTiles : 1;
+  float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kHighPrecision ? kDTiles : 1][4];
   float row_max[2], exponent[2], row_sum[2];
   // Row sums of p as the products see it, rounded: what O_hp is divided by, so that a row of one key gives V
   // itself and delta carries no bias. lse and O take row_sum, of p before rounding.
@@ -70,7 +75,7 @@ struct ForwardWarp {
     for (int i = 0; i < kDTiles; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        high_precision_out[i][j] = 0.0f;
+        if constexpr (kHighPrecision) high_precision_out[i][j] = 0.0f;
         if constexpr (kQuantizes) out[i][j] = 0.0f;
       }
     rounded_sum[0] = rounded_sum[1] = rounded_sum[2] = rounded_sum[3] = 0.0f;
@@ -139,7 +144,7 @@ struct ForwardWarp {
     for (int i = 0; i < kDTiles; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        high_precision_out[i][e] *= factor[e / 2];
+        if constexpr (kHighPrecision) high_precision_out[i][e] *= factor[e / 2];
         if constexpr (kQuantizes) out[i][e] *= factor[e / 2];
       }
     row_sum[0] *= factor[0], row_sum[1] *= factor[1];
@@ -148,8 +153,7 @@ struct ForwardWarp {
 
   // s becomes p, packed as the A fragments of p V^ and, quantised with a gain of 2^k left in, of P^ V^.
   __device__ void probabilities(float (&s)[kNTiles][4], float scale_log2, const float (&block_max)[2],
-                                uint32_t (&p)[kNTiles][2],
-                                uint32_t (&quantized)[kQuantizes ? kNTiles : 1][2]) {
+                                uint32_t (&p)[kPTiles][2], uint32_t (&quantized)[kQuantizedTiles][2]) {
     constexpr float kGain = kProbabilityGain<kRecipe>;
     tile::BlockScale block[2];
     if constexpr (kQuantizes) {
@@ -168,7 +172,7 @@ struct ForwardWarp {
         p1 = ptx::ex2_approx_ftz(__fmul_rn(p1, scale_log2) - exponent[r]);
         row_sum[r] += p0;
         row_sum[r] += p1;
-        p[j][r] = tile::pack(p0, p1, T{});
+        if constexpr (kHighPrecision) p[j][r] = tile::pack(p0, p1, T{});
         if constexpr (kQuantizes) {
           tile::quantize_pair_in_units(p0, p1, block[r].reciprocal, block[r].scale);
           quantized[j][r] = tile::pack(p0, p1, T{});
@@ -176,18 +180,24 @@ struct ForwardWarp {
       }
   }
 
-  __device__ void accumulate(const Addresses& v, const uint32_t (&p)[kNTiles][2],
-                             const uint32_t (&quantized)[kQuantizes ? kNTiles : 1][2]) {
+  __device__ void accumulate(const Addresses& v, const uint32_t (&p)[kPTiles][2],
+                             const uint32_t (&quantized)[kQuantizedTiles][2]) {
 #pragma unroll
     for (int j = 0; j < kNTiles; j += 2) {
-      const uint32_t a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]}, ones = tile::pack(1.0f, 1.0f, T{});
-      ptx::mma_m16n8k16(rounded_sum, a, ones, ones, T{});
+      uint32_t a[4];
+      if constexpr (kHighPrecision) {
+        a[0] = p[j][0], a[1] = p[j][1], a[2] = p[j + 1][0], a[3] = p[j + 1][1];
+        const uint32_t ones = tile::pack(1.0f, 1.0f, T{});
+        ptx::mma_m16n8k16(rounded_sum, a, ones, ones, T{});
+      }
 #pragma unroll
       for (int d = 0; d < kDTiles / 2; ++d) {
         uint32_t b[4];
         ptx::ldmatrix_x4_trans(b, v.at(d, 2 * j));
-        ptx::mma_m16n8k16(high_precision_out[2 * d], a, b[0], b[1], T{});
-        ptx::mma_m16n8k16(high_precision_out[2 * d + 1], a, b[2], b[3], T{});
+        if constexpr (kHighPrecision) {
+          ptx::mma_m16n8k16(high_precision_out[2 * d], a, b[0], b[1], T{});
+          ptx::mma_m16n8k16(high_precision_out[2 * d + 1], a, b[2], b[3], T{});
+        }
         if constexpr (kQuantizes) {
           const uint32_t q[4] = {quantized[j][0], quantized[j][1], quantized[j + 1][0], quantized[j + 1][1]};
           ptx::mma_m16n8k16(out[2 * d], q, b[0], b[1], T{});
@@ -209,11 +219,14 @@ struct ForwardWarp {
       const float inverse = empty ? 0.0f : 1.0f / sum;
       const int64_t at = (b * p.shape.heads_q + h) * p.shape.seq_q + row;
       if (lane % 4 == 0) {
-        p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
-        p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
+        if (kTraining || p.lse)
+          p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
+        if constexpr (kTraining)
+          p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
       }
       const float inverse_rounded = empty ? 0.0f : 1.0f / rounded_sum[2 * r];
-      store_row<kDTiles>(p.high_precision_out, b, h, row, r, high_precision_out, inverse_rounded);
+      if constexpr (kTraining)
+        store_row<kDTiles>(p.high_precision_out, b, h, row, r, high_precision_out, inverse_rounded);
       if constexpr (kQuantizes)
         store_row<kDTiles>(p.out, b, h, row, r, out, inverse * kInverseGain);
       else
@@ -237,7 +250,7 @@ struct ForwardWarp {
 template <class C, Recipe kRecipe>
 constexpr int kBlocksPerSm = kRecipe == Recipe::kCudnn && C::kBlocksPerSm > 2 ? 2 : C::kBlocksPerSm;
 
-template <class C, class T, Recipe kRecipe>
+template <class C, class T, Recipe kRecipe, bool kTraining>
 __global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char raw[];
@@ -267,7 +280,8 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>)
     v_loader.load(ptx::smem_addr(smem.v[j % C::kStages]), seq_k - j * C::kTileK);
   };
 
-  ForwardWarp<C, T, kRecipe> warp;
+  using Warp = ForwardWarp<C, T, kRecipe, kTraining>;
+  Warp warp;
   constexpr int kStageBytes = sizeof(smem.k[0]);
   const auto q = rows_then_columns<C::kHeadDim>(ptx::smem_addr(smem.q))
                      .shift(threadIdx.x / 32 * kWarpRows * C::kHeadDim * 2);
@@ -320,28 +334,33 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>)
     masked_scores(j, s);
     warp.block_maxima(s, args.scale_log2, block_max);
     if constexpr (kRecipe != Recipe::kCudnn) warp.raise_exponents(block_max);
-    uint32_t packed[C::kTileK / 8][2];
-    uint32_t quantized[kRecipe != Recipe::kFp4Qk ? C::kTileK / 8 : 1][2];
+    uint32_t packed[Warp::kPTiles][2], quantized[Warp::kQuantizedTiles][2];
     warp.probabilities(s, args.scale_log2, block_max, packed, quantized);
     warp.accumulate(v_lane, packed, quantized);
   });
   warp.store_rows(p, b, h, first_row);
 }
 
-template <class C, class T, Recipe kRecipe>
+template <class C, class T, Recipe kRecipe, bool kTraining>
 cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   const int64_t tiles_q = (p.shape.seq_q + C::kTileQ - 1) / C::kTileQ;
   const ForwardArgs args{p, static_cast<int>(tiles_q), p.softmax_scale * kLog2e};
-  return launch_tiles<C, ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe>, args,
+  return launch_tiles<C, ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe, kTraining>, args,
                                             tiles_q * p.shape.batch * p.shape.heads_q, stream);
 }
 
 template <class C, class T>
 cudaError_t launch_recipe(const ForwardParams& p, cudaStream_t stream) {
+  const bool training = p.training();
   switch (p.recipe) {
-    case Recipe::kCudnn: return launch<C, T, Recipe::kCudnn>(p, stream);
-    case Recipe::kFp4: return launch<C, T, Recipe::kFp4>(p, stream);
-    case Recipe::kFp4Qk: return launch<C, T, Recipe::kFp4Qk>(p, stream);
+    case Recipe::kCudnn:
+      return training ? launch<C, T, Recipe::kCudnn, true>(p, stream) : cudaErrorInvalidValue;
+    case Recipe::kFp4:
+      return training ? launch<C, T, Recipe::kFp4, true>(p, stream)
+                      : launch<C, T, Recipe::kFp4, false>(p, stream);
+    case Recipe::kFp4Qk:
+      return training ? launch<C, T, Recipe::kFp4Qk, true>(p, stream)
+                      : launch<C, T, Recipe::kFp4Qk, false>(p, stream);
   }
   return cudaErrorInvalidValue;
 }
