@@ -6,6 +6,7 @@
 from . import reference
 from ._library import build_info
 from .autograd import attention
+from .convert import Conversion, convert
 from .module import Attention
 from .ops import (
     backward,
@@ -25,6 +26,7 @@ __version__ = build_info()["version"]
 
 __all__ = [
     "Attention",
+    "Conversion",
     "Recipe",
     "attention",
     "backward",
@@ -33,6 +35,7 @@ __all__ = [
     "backward_out",
     "backward_workspace_bytes",
     "build_info",
+    "convert",
     "dequantize",
     "fake_quantize",
     "forward",
