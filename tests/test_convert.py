@@ -634,6 +634,37 @@ def test_decoder_with_cross_attention(make, x, draw):
     assert_close(out, plain, 5e-2)
 
 
+# --- Beside torchao -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules", ["*.attn1", None], ids=["named", "whole model"])
+@pytest.mark.parametrize("first", ["torchao", "attn_qat"])
+def test_composes_with_quantised_linears_in_either_order(first, modules, device, draw):
+    """torchao's fake quantisation in training, its integers afterwards, and undoing at the end."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    qat = pytest.importorskip("torchao.quantization.qat")
+    config = quantization.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=quantization.PerGroup(32)
+    )
+    model, x = Model().to(device, torch.bfloat16), draw(2, 40, WIDTH)
+    if first == "torchao":
+        quantization.quantize_(model, qat.QATConfig(config, step="prepare"))
+    conversion = attn_qat.convert(model, recipe=RECIPE, modules=modules)
+    if first == "attn_qat":
+        quantization.quantize_(model, qat.QATConfig(config, step="prepare"))
+    assert isinstance(model.blocks[0].attn1.qkv, qat.FakeQuantizedLinear)
+    converted = gradients(model, x)
+    assert conversion.replaced == [name for name in ALL if modules is None or name.endswith("attn1")]
+    assert all(torch.isfinite(grad).all() for grad in converted)
+    quantization.quantize_(model, qat.QATConfig(config, step="convert"))
+    assert "Int" in type(model.blocks[0].attn1.qkv.weight.data).__name__
+    with torch.no_grad():
+        out = model(x)
+        conversion.undo()
+        assert not torch.equal(model(x), out)
+    assert_close(out, converted[0], 5e-2)
+
+
 # --- Wrong arguments ----------------------------------------------------------------------------------------
 
 WRONG = {

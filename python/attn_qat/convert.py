@@ -51,8 +51,7 @@ def _as_it_is(function, args, kwargs):
 
 
 class _Leave(TorchFunctionMode):
-    """Attention as it is: in a module excluded from a converted one, and in a fusing module around a
-    converted one."""
+    """Attention as it is: in a module excluded from a converted one, or fusing and around a converted one."""
 
     def __reduce__(self):
         return type(self), ()
@@ -115,20 +114,26 @@ class _Route(TorchFunctionMode):
             )
         self._note(reason)
 
-    # Under torch.compile this runs while tracing, and the compiled code knows nothing of it: neither the
-    # name, which would be a guard and compile every layer apart, nor the log, a side effect that checkpointed
-    # regions may not have.
-    @torch.compiler.assume_constant_result
+    # Under torch.compile this runs while tracing (see _run_while_tracing), and compiled code knows nothing
+    # of it: neither the name, a guard that would compile every layer apart, nor the log, a side effect that
+    # checkpointed regions may not have.
     def _note(self, reason: str | None) -> None:
         self.log.setdefault(self.name, {})[reason] = None
+
+
+@functools.cache
+def _run_while_tracing() -> None:
+    """Marks what torch.compile is to call, not to trace. Not at import, since torch imports dynamo for it."""
+    mark = torch.compiler.assume_constant_result
+    _Route._note = mark(_Route._note)
+    sdpa.traced_why_no_cuda_kernel = mark(sdpa.traced_why_no_cuda_kernel)
 
 
 _converted_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
 def _converted(cls: type) -> type:
-    """The subclass of cls that runs its forward inside the module's route: one for each cls, made when
-    needed.
+    """The subclass of cls that runs its forward inside the module's route. There is one for each cls.
 
     A route of None is that of a module around the chosen ones, which is prepared for torch.compile only.
     """
@@ -140,6 +145,8 @@ def _converted(cls: type) -> type:
 
 
 def _subclass(cls: type) -> type:
+    _run_while_tracing()
+
     @functools.wraps(cls.forward)  # the signature is read by trainers and generation loops
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling():
@@ -223,12 +230,9 @@ class Conversion:
 
     @property
     def left(self) -> dict[str, list[str]]:
-        """Module name -> why attention calls in it were left as they are. Fills with unsupported='leave'
-        only."""
-        found = {
-            name: [x for x in list(outcomes) if x is not None] for name, outcomes in list(self._log.items())
-        }
-        return {name: reasons for name, reasons in found.items() if reasons}
+        """Module name -> why attention calls in it were left as they are; empty with unsupported='raise'."""
+        log = {name: list(outcomes) for name, outcomes in list(self._log.items())}
+        return {name: [x for x in outcomes if x] for name, outcomes in log.items() if any(outcomes)}
 
     @property
     def unseen(self) -> list[str]:
@@ -281,13 +285,11 @@ def convert(
     Replaced are calls of torch.nn.functional.scaled_dot_product_attention and multi_head_attention_forward
     (hence nn.MultiheadAttention, nn.Transformer*) that the chosen modules make, or anything below them.
 
-    modules: names in the model, patterns ("blocks.*.attn1"; `*` also spans dots) or a predicate(name,
-    module). A module
-        brings all that lies below it. Default: the whole model.
+    modules: names in the model, patterns ("blocks.*.attn1"; `*` also spans dots) or predicate(name, module).
+        A module brings all that lies below it. Default: the whole model.
     exclude: the same, for modules to leave as they are, with all that lies below them.
     unsupported: what becomes of a call that attn-qat does not take, such as one with a mask or dropout.
-    "raise", the
-        default: ValueError with the module and the reason. "leave": computed as it is, and reported.
+        "raise", the default: ValueError with the module and the reason. "leave": computed as it is, reported.
 
     Raises ValueError if nothing is chosen, a name matches nothing, or a chosen module cannot be converted (it
     is converted already, scripted or traced). Other threads may run other models meanwhile.

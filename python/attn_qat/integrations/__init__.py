@@ -1,8 +1,6 @@
-"""attn-qat inside other packages. Each module here imports its package when it is imported itself, never
-before.
+"""attn-qat inside other packages. A module here imports its package when it is imported itself, never before.
 
-`sdpa` needs torch alone; `transformers` and `diffusers` register an attention implementation with the
-package.
+`sdpa` needs torch alone; `transformers` and `diffusers` register an attention implementation there.
 """
 
 

@@ -1,11 +1,10 @@
 """Hugging Face diffusers: attn-qat as an attention backend.
 
-    from attn_qat.integrations.diffusers import register, set_attention register() set_attention(transformer,
-    modules="blocks.*.attn1")   # this model, these modules transformer.set_attention_backend("attn_qat")
-    # or every module, and the process's default: see set_attention
+    from attn_qat.integrations.diffusers import register, set_attention
+    register()
+    set_attention(transformer, modules="blocks.*.attn1")
 
-diffusers has no public way to add a backend: its names are a closed enumeration. A member is added to it
-here.
+diffusers has no public way to add a backend: its names are a closed enumeration. This adds a member.
 """
 
 from __future__ import annotations
@@ -31,14 +30,10 @@ try:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
     from diffusers.models.attention_processor import Attention
 
-    _ENUM = [
-        getattr(AttentionBackendName, table)
-        for table in ("_member_map_", "_value2member_map_", "_member_names_")
-    ]
-    if list(inspect.signature(_AttentionBackendRegistry.register).parameters)[:2] != [
-        "backend",
-        "constraints",
-    ]:
+    _TABLES = ("_member_map_", "_value2member_map_", "_member_names_")
+    _ENUM = [getattr(AttentionBackendName, table) for table in _TABLES]
+    _arguments = list(inspect.signature(_AttentionBackendRegistry.register).parameters)
+    if _arguments[:2] != ["backend", "constraints"]:
         raise ImportError("the registry's register() takes other arguments")
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -51,8 +46,7 @@ except (ImportError, AttributeError) as error:
 def register(name: str = "attn_qat", recipe: str | Recipe = Recipe.FP4) -> str:
     """Adds the backend `name`, which computes attention with `recipe`, to diffusers; returns the name.
 
-    Process-wide, but used only where the name is chosen. Raises ValueError if the name stands for something
-    else.
+    Process-wide, but used only where the name is chosen. Raises ValueError if the name is taken already.
     """
     recipe = Recipe(recipe)
     if name != name.lower():
@@ -87,8 +81,7 @@ def _backend(
     *,
     recipe: Recipe,
 ) -> Tensor:
-    """query: (B, Sq, Hq, D), key, value: (B, Skv, Hkv, D) -> (B, Sq, Hq, D). Raises ValueError with the
-    reason."""
+    """query: (B, Sq, Hq, D), key, value: (B, Skv, Hkv, D) -> (B, Sq, Hq, D)."""
     if return_lse or _parallel_config is not None:
         raise ValueError(
             "attn_qat in diffusers: context parallelism is on, takes attention of whole sequences"

@@ -65,8 +65,7 @@ class MultiHead:
         return None
 
     def forward(self, attend: Callable[..., Tensor]) -> tuple[Tensor, None]:
-        """attend(q, k, v, is_causal=...) between the projections. Returns the output in query's shape, and no
-        weights."""
+        """attend(q, k, v, is_causal=...) between the projections; the output in query's shape, no weights."""
         batched = self.query.dim() == 3
         q, k, v = (self._split(x if batched else x.unsqueeze(1)) for x in self._project())
         out = attend(q, k, v, is_causal=self.is_causal)

@@ -1,4 +1,4 @@
-"""attn-qat behind the signature and with the meaning of `torch.nn.functional.scaled_dot_product_attention`.
+"""Which scaled_dot_product_attention calls attn-qat takes, why not the others, and what becomes of a call.
 
 Every integration calls attention here, and only here.
 """
@@ -17,8 +17,7 @@ from ..recipe import Recipe
 
 
 def _say(words: str, *numbers) -> str:
-    """The reason in words. While torch.compile traces, numbers may be symbols that no text can hold: they
-    stay out."""
+    """The reason in words, without numbers while torch.compile traces: symbols have no text."""
     return words.format(*(["..."] * len(numbers) if torch.compiler.is_compiling() else numbers))
 
 
@@ -103,21 +102,23 @@ def _why_no_cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int,
     return None
 
 
-@torch.compiler.assume_constant_result
-def _traced_why_no_cuda_kernel(*problem):
+def traced_why_no_cuda_kernel(*problem) -> str | None:
+    """For torch.compile to run while tracing, if marked so; it does not enter the cache."""
     return _why_no_cuda_kernel(*problem)
 
 
 def why_no_kernel(query: Tensor, is_causal: bool, recipe: str | Recipe) -> str | None:
-    """Why this GPU has no kernel for the call; None if it has. The CPU takes everything that `why_not` takes.
+    """Why this GPU has no kernel for the call; None if it has. The CPU takes all that `why_not` lets pass.
 
-    Runs the smallest such problem once for each kind of problem and process, since only the library knows.
+    Runs the smallest such problem, once for each kind of problem and process: only the library knows.
     """
     device = query.device
     if device.type != "cuda":
         return None
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-    return _traced_why_no_cuda_kernel(device, dtype, query.shape[3], is_causal, str(recipe))
+    # One of the few numbers it can be, for a tracer to which the shape is a symbol.
+    head_dim = next(size for size in range(16, MAX_HEAD_DIM + 1, 16) if size == query.shape[3])
+    return traced_why_no_cuda_kernel(device, dtype, head_dim, is_causal, str(recipe))
 
 
 def attend(
@@ -125,26 +126,3 @@ def attend(
 ) -> Tensor:
     """The one place where an integration calls attn-qat. Causal masks align bottom-right."""
     return attention(query, key, value, is_causal=is_causal, softmax_scale=scale, recipe=recipe)
-
-
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    recipe: str | Recipe = Recipe.FP4,
-) -> Tensor:
-    """torch's scaled_dot_product_attention with FP4 operands, differentiable.
-
-    query: (B, Hq, Sq, D). key, value: (B, Hkv, Skv, D). Returns (B, Hq, Sq, D). Raises ValueError with the
-    reason for a call that attn-qat does not take: masks, dropout, is_causal with Sq != Skv.
-    """
-    reason = why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if reason is not None:
-        raise ValueError(f"attn_qat.scaled_dot_product_attention: {reason}")
-    return attend(query, key, value, is_causal, scale, recipe)

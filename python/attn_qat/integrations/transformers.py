@@ -55,8 +55,7 @@ _REFUSED = {
 
 
 def register(name: str = "attn_qat", recipe: str | Recipe = Recipe.FP4) -> str:
-    """Makes `name` an attn_implementation of transformers that computes attention with `recipe`; returns the
-    name.
+    """Makes `name` an attn_implementation of transformers that computes with `recipe`; returns the name.
 
     Process-wide, but only models that ask for the name use it: register two names for two recipes. Raises
     ValueError if the name stands for something else already.
@@ -76,12 +75,8 @@ def register(name: str = "attn_qat", recipe: str | Recipe = Recipe.FP4) -> str:
 
 
 def _describe(function) -> str:
-    keywords = getattr(function, "keywords", None)
-    return (
-        f"recipe {keywords['recipe']}"
-        if keywords and "recipe" in keywords
-        else getattr(function, "__name__", "")
-    )
+    recipe = getattr(function, "keywords", {}).get("recipe")
+    return getattr(function, "__name__", repr(function)) if recipe is None else f"recipe {recipe}"
 
 
 def attention_forward(
@@ -97,9 +92,9 @@ def attention_forward(
     recipe: str | Recipe = Recipe.FP4,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. query: (B, Hq, Sq, D), key, value: (B, Hkv, Skv, D) -> ((B, Sq, Hq,
-    D), None).
+    """transformers' attention function.
 
+    query: (B, Hq, Sq, D). key, value: (B, Hkv, Skv, D). Returns (B, Sq, Hq, D) and no probabilities.
     Without a mask attention is causal, aligned bottom-right, if `is_causal` or else `module.is_causal` says
     so. Raises ValueError for a mask, dropout, and whatever else attn-qat does not compute.
     """
@@ -136,12 +131,10 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs,
 ) -> Tensor | None:
-    """transformers' mask function: None for attention that is full, or causal and aligned bottom-right; else
-    the mask.
+    """transformers' mask function: None where attention is full, or causal and aligned bottom-right.
 
-    The mask of `sdpa`, but for when there is none: `sdpa` needs one for queries that follow cached keys, has
-    none for an empty static cache (a causal mask aligned top-left), and decides otherwise under
-    torch.compile.
+    Other masks are those of `sdpa`. When there is one differs: `sdpa` makes one for queries that follow
+    cached keys, none for an empty static cache (causal, top-left), and decides otherwise under torch.compile.
     """
     unmasked = local_size is None or kv_length < local_size
     if unmasked and _hides_nothing(attention_mask, kv_offset + kv_length):
