@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from attn_qat.integrations.transformers import attention_forward, register  # noqa: E402
 
-NAMES = {"fp4": "attn_qat", "fp4_qk": "attn_qat_fp4_qk"}
+NAMES = {"fp4": "attn_qat_fp4", "fp4_qk": "attn_qat"}  # as in docs/transformers.md
 each_recipe = pytest.mark.parametrize("recipe", NAMES)
 VOCABULARY, LENGTH = 64, 32
 
@@ -180,7 +180,7 @@ def test_gradient_checkpointing_changes_nothing(make, ids):
 
 
 def test_teacher_and_student_choose_for_themselves(make, ids):
-    teacher, student, other = make("llama", "sdpa"), make("llama", "attn_qat"), make("llama", NAMES["fp4_qk"])
+    teacher, student, other = make("llama", "sdpa"), make("llama", "attn_qat"), make("llama", "attn_qat_fp4")
     plain = teacher(ids).logits
     assert not torch.equal(student(ids).logits, plain) and not torch.equal(
         student(ids).logits, other(ids).logits
@@ -272,11 +272,11 @@ def test_arguments_that_change_the_result_are_refused(argument, device):
 
 
 def test_registering_twice_is_the_same_and_taken_names_are_refused():
-    assert register() == "attn_qat" == register("attn_qat", "fp4")
+    assert register("attn_qat_fp4") == "attn_qat_fp4" == register("attn_qat_fp4", "fp4")
     with pytest.raises(
-        ValueError, match="'attn_qat' is registered already as recipe fp4, takes another name"
+        ValueError, match="'attn_qat' is registered already as recipe fp4_qk, takes another name"
     ):
-        register("attn_qat", "fp4_qk")
+        register("attn_qat", "fp4")
     with pytest.raises(ValueError, match="'sdpa' is registered already as sdpa_attention_forward"):
         register("sdpa")
     with pytest.raises(ValueError, match="fp5"):
