@@ -6,6 +6,7 @@
 from . import distributed, reference
 from ._library import build_info
 from .autograd import attention
+from .convert import Conversion, convert
 from .inference import InferReceipt, infer, infer_kernel
 from .module import Attention
 from .ops import (
@@ -28,6 +29,7 @@ distributed.register_with_dtensor()
 
 __all__ = [
     "Attention",
+    "Conversion",
     "InferReceipt",
     "Recipe",
     "attention",
@@ -37,6 +39,7 @@ __all__ = [
     "backward_out",
     "backward_workspace_bytes",
     "build_info",
+    "convert",
     "dequantize",
     "distributed",
     "fake_quantize",

@@ -1,0 +1,742 @@
+"""`attn_qat.convert`: which attention calls it replaces, which it leaves or refuses and why, and that it
+undoes itself."""
+
+import copy
+import inspect
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import assert_close, assert_same_bits
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import attn_qat
+
+HEADS, HEAD_DIM = 2, 64
+WIDTH = HEADS * HEAD_DIM
+RECIPE = "fp4_qk"  # causal and deterministic in each row, so that runs of different kinds can be compared
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, causal=True):
+        super().__init__()
+        self.causal = causal
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *, attn_mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=self.causal and attn_mask is None)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attn1 = SelfAttention()
+        self.attn2 = SelfAttention(causal=False)
+
+    def forward(self, x):
+        x = x + self.attn1(self.norm(x))
+        return x + self.attn2(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+ALL = ["blocks.0.attn1", "blocks.0.attn2", "blocks.1.attn1", "blocks.1.attn2"]
+
+
+class Call(nn.Module):
+    """One scaled_dot_product_attention call."""
+
+    def forward(self, *args, **kwargs):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def make(device):
+    return lambda cls=Model, *args, **kwargs: cls(*args, **kwargs).to(device, torch.bfloat16)
+
+
+@pytest.fixture
+def draw(device):
+    generator = torch.Generator().manual_seed(1)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+
+
+@pytest.fixture
+def x(draw):
+    return draw(2, 40, WIDTH)
+
+
+def fake_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """What a replaced call must compute, for patching torch.nn.functional."""
+    assert attn_mask is None and dropout_p == 0.0
+    return attn_qat.attention(query, key, value, is_causal=is_causal, softmax_scale=scale, recipe=RECIPE)
+
+
+def gradients(model, x):
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    out = model(x)
+    out.float().square().mean().backward()
+    return out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())
+
+
+def assert_all_same(got, want):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(a, b, str(i))
+
+
+# --- Replaced calls -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["fp4", "fp4_qk", "cudnn"])
+@pytest.mark.parametrize(
+    "options, heads_kv, lengths",
+    [
+        ({}, 4, (40, 40)),
+        ({"is_causal": True}, 4, (40, 40)),
+        ({"scale": 0.3}, 4, (24, 40)),
+        ({"enable_gqa": True, "is_causal": True}, 2, (40, 40)),
+        ({"enable_gqa": True}, 1, (1, 40)),  # a decoding step
+        ({"attn_mask": None, "dropout_p": 0.0, "is_causal": False}, 4, (40, 24)),
+    ],
+    ids=str,
+)
+def test_a_call_computes_attn_qat_attention(options, heads_kv, lengths, recipe, draw):
+    shapes = ((2, 4, lengths[0], 64), (2, heads_kv, lengths[1], 64), (2, heads_kv, lengths[1], 64))
+    tensors = [draw(*shape).requires_grad_() for shape in shapes]
+    grad_out = draw(*shapes[0])
+    call = Call()
+    with attn_qat.convert(call, recipe=recipe):
+        out = call(*tensors, **options)
+    want = attn_qat.attention(
+        *tensors, is_causal=options.get("is_causal", False), softmax_scale=options.get("scale"), recipe=recipe
+    )
+    assert_same_bits(out, want)
+    assert_all_same(torch.autograd.grad(out, tensors, grad_out), torch.autograd.grad(want, tensors, grad_out))
+
+
+def test_a_model_computes_what_patching_torch_would_give(make, x, monkeypatch):
+    model = make()
+    plain = model(x)
+    with attn_qat.convert(model, recipe=RECIPE) as conversion:
+        got = gradients(model, x)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fake_attention)
+    assert_all_same(got, gradients(model, x))
+    assert not torch.equal(got[0], plain)
+    assert conversion.replaced == ALL and not conversion.left and not conversion.unseen
+
+
+def test_autocast_casts_as_it_does_for_torch(device, draw):
+    model, x = Model().to(device), draw(2, 40, WIDTH).float()
+    with attn_qat.convert(model, recipe=RECIPE), torch.autocast(device.type, torch.bfloat16):
+        assert model.blocks[0].attn1(x).dtype == torch.bfloat16
+        assert torch.isfinite(model(x)).all()
+
+
+# --- Choosing modules ---------------------------------------------------------------------------------------
+
+CHOICES = {
+    "default": ({}, ALL),
+    "name": ({"modules": "blocks.1.attn1"}, ["blocks.1.attn1"]),
+    "names": ({"modules": ["blocks.1.attn1", "blocks.0.attn2"]}, ["blocks.0.attn2", "blocks.1.attn1"]),
+    "container": ({"modules": "blocks.1"}, ["blocks.1.attn1", "blocks.1.attn2"]),
+    "pattern": ({"modules": "*.attn1"}, ["blocks.0.attn1", "blocks.1.attn1"]),
+    "predicate": ({"modules": lambda name, module: isinstance(module, SelfAttention)}, ALL),
+    "predicate on the module": (
+        {"modules": lambda name, module: getattr(module, "causal", False)},
+        ["blocks.0.attn1", "blocks.1.attn1"],
+    ),
+    "exclude": ({"exclude": "*.attn2"}, ["blocks.0.attn1", "blocks.1.attn1"]),
+    "exclude container": ({"exclude": "blocks.0"}, ["blocks.1.attn1", "blocks.1.attn2"]),
+    "modules and exclude": ({"modules": "blocks.0", "exclude": ["*.attn1"]}, ["blocks.0.attn2"]),
+}
+
+
+def eager_and_some_compiled(cases, compiled):
+    """One parameter set a case in eager mode, and one more for those named in `compiled`."""
+    eager = [pytest.param(*values, False, id=name) for name, values in cases.items()]
+    return eager + [pytest.param(*cases[name], True, id=f"{name}, compiled") for name in compiled]
+
+
+@pytest.mark.parametrize(
+    "choice, replaced, compiled",
+    eager_and_some_compiled(CHOICES, ["default", "names", "exclude", "modules and exclude"]),
+)
+def test_chosen_modules_and_no_others(choice, replaced, compiled, make, x, monkeypatch):
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with attn_qat.convert(model, recipe=RECIPE, **choice) as conversion:
+        got = run(x)
+    assert conversion.replaced == replaced
+    for name in replaced:  # the same by hand
+        module = model.get_submodule(name)
+
+        def forward(x, module=module):
+            with monkeypatch.context() as patch:
+                patch.setattr(F, "scaled_dot_product_attention", fake_attention)
+                return SelfAttention.forward(module, x)
+
+        module.forward = forward
+    assert_close(got, model(x), 1e-2) if compiled else assert_same_bits(got, model(x))
+
+
+def test_the_report_says_how_many_which_and_why(make, x):
+    model = make()
+    with attn_qat.convert(model, recipe=RECIPE, modules=["blocks.0.attn1", "blocks.1"]) as conversion:
+        assert conversion.modules == conversion.unseen == ["blocks.0.attn1", "blocks.1"]
+        model.blocks[0](x)
+        assert conversion.unseen == ["blocks.1"]
+        assert str(conversion).splitlines() == [
+            "attn_qat.convert: recipe fp4_qk, attention replaced in 1 modules",
+            "  'blocks.0.attn1': replaced",
+            "  'blocks.1': no attention call seen",
+        ]
+
+
+# --- Calls that are not taken -------------------------------------------------------------------------------
+
+
+def _qkv(draw, *, q=(2, 4, 16, 64), k=(2, 4, 16, 64), v=None):
+    return draw(*q), draw(*k), draw(*(v or k))
+
+
+REFUSED = {
+    "mask": (lambda d: _qkv(d), {"attn_mask": True}, "attn_mask is given"),
+    "dropout": (lambda d: _qkv(d), {"dropout_p": 1e-9}, "dropout_p is 1e-09, takes 0"),
+    "causal, fewer queries": (
+        lambda d: _qkv(d, q=(2, 4, 8, 64)),
+        {"is_causal": True},
+        "is_causal with 8 queries and 16 keys.*top-left",
+    ),
+    "causal, more queries": (
+        lambda d: _qkv(d, q=(2, 4, 24, 64)),
+        {"is_causal": True},
+        "is_causal with 24 queries",
+    ),
+    "causal, one query": (
+        lambda d: _qkv(d, q=(2, 4, 1, 64)),
+        {"is_causal": True},
+        "is_causal with 1 queries",
+    ),
+    "three dimensions": (
+        lambda d: _qkv(d, q=(2, 16, 64), k=(2, 16, 64)),
+        {},
+        "query has 3 dimensions, takes 4",
+    ),
+    "float64": (lambda d: [x.double() for x in _qkv(d)], {}, "query has dtype torch.float64"),
+    "head_dim": (
+        lambda d: _qkv(d, q=(2, 4, 16, 24), k=(2, 4, 16, 24)),
+        {},
+        "query has head_dim 24, takes a multiple",
+    ),
+    "head_dim of value": (
+        lambda d: _qkv(d, v=(2, 4, 16, 32)),
+        {},
+        r"value has shape \(2, 4, 16, 32\), takes",
+    ),
+    "heads broadcast": (
+        lambda d: _qkv(d, k=(2, 1, 16, 64)),
+        {},
+        "key has 1 heads and query 4, takes enable_gqa=True",
+    ),
+    "batch broadcast": (
+        lambda d: _qkv(d, k=(1, 4, 16, 64)),
+        {},
+        r"key has shape \(1, 4, 16, 64\), takes \(2,",
+    ),
+    "strides": (
+        lambda d: [x.mT.contiguous().mT for x in _qkv(d)],
+        {},
+        "query has strides 4096, 1024, 1, 16, takes contig",
+    ),
+}
+each_refused = pytest.mark.parametrize("tensors, options, reason", REFUSED.values(), ids=REFUSED.keys())
+
+
+def _options(options, device):
+    if options.get("attn_mask"):
+        return {**options, "attn_mask": torch.ones(16, 16, dtype=torch.bool, device=device).tril()}
+    return options
+
+
+@each_refused
+def test_a_call_not_taken_raises_with_module_and_reason(tensors, options, reason, draw, device):
+    model = nn.Sequential(Call())
+    with attn_qat.convert(model), pytest.raises(ValueError, match=rf"^attn_qat.convert: '0': .*{reason}"):
+        model[0](*tensors(draw), **_options(options, device))
+
+
+@pytest.mark.parametrize(
+    "tensors, options, reason, compiled",
+    eager_and_some_compiled(
+        REFUSED, ["mask", "dropout", "causal, fewer queries", "float64", "heads broadcast"]
+    ),
+)
+def test_or_is_left_as_it_is_and_reported(tensors, options, reason, compiled, draw, device):
+    tensors, options = tensors(draw), _options(options, device)
+    if "dropout_p" in options:
+        options = {"dropout_p": 1e-9}  # drops nothing, so that the outputs compare
+    model = nn.Sequential(Call())
+    run = torch.compile(model[0], backend="aot_eager", fullgraph=True, dynamic=True) if compiled else model[0]
+    with attn_qat.convert(model, unsupported="leave") as conversion:
+        out = run(*tensors, **options)
+    assert_close(out, F.scaled_dot_product_attention(*tensors, **options), 1e-2)
+    assert list(conversion.left) == ["0"] and conversion.replaced == []
+    assert f"'0': left, {conversion.left['0'][0]}" in str(conversion)
+
+
+def test_nested_tensors_are_refused(draw):
+    nested = torch.nested.nested_tensor([draw(8, 4, 64), draw(16, 4, 64)], layout=torch.jagged).transpose(
+        1, 2
+    )
+    call = Call()
+    with (
+        attn_qat.convert(call),
+        pytest.raises(ValueError, match="the model itself: query is a nested tensor"),
+    ):
+        call(nested, nested, nested)
+
+
+def test_a_problem_without_a_kernel_on_this_gpu(device, draw):
+    """Head dimension 48 has a kernel on the CPU only."""
+    q = draw(2, 4, 16, 48)
+    call = Call()
+    with attn_qat.convert(call, unsupported="leave") as conversion:
+        call(q, q, q)
+    if device.type == "cpu":
+        assert conversion.replaced == [""]
+    else:
+        assert "no CUDA kernel" in conversion.left[""][0]
+
+
+# --- Undoing ------------------------------------------------------------------------------------------------
+
+
+def test_undone_on_exit_exactly(make, x):
+    model = make()
+    before = [(type(m), dict(m.__dict__)) for m in model.modules()]
+    keys, plain = list(model.state_dict()), model(x)
+    with attn_qat.convert(model, recipe=RECIPE) as conversion:
+        assert list(model.state_dict()) == keys and isinstance(model, Model)
+        assert not torch.equal(model(x), plain)
+    assert [(type(m), m.__dict__) for m in model.modules()] == before
+    assert_same_bits(model(x), plain)
+    conversion.undo()  # nothing left to undo
+
+
+def test_undone_after_an_exception(make):
+    model = make()
+    with pytest.raises(RuntimeError, match="mine"), attn_qat.convert(model):
+        raise RuntimeError("mine")
+    assert type(model) is Model
+
+
+def test_an_exception_within_forward_leaves_no_mode_behind(make, draw):
+    model = make()
+    with attn_qat.convert(model):
+        with pytest.raises(ValueError, match="attn_mask is given"):
+            model.blocks[0].attn1(draw(2, 8, WIDTH), attn_mask=draw(8, 8))
+        assert torch.overrides._get_current_function_mode() is None
+
+
+def test_undo_refuses_when_another_class_was_put_on_top(make):
+    model = make()
+    conversion = attn_qat.convert(model)
+    converted, model.blocks[1].attn1.__class__ = type(model.blocks[1].attn1), SelfAttention
+    with pytest.raises(RuntimeError, match="'blocks.1.attn1' has got another class or forward"):
+        conversion.undo()
+    assert type(model) is not Model  # nothing was undone
+    model.blocks[1].attn1.__class__ = converted
+    conversion.undo()
+    assert type(model) is Model
+
+
+# --- Roles and threads --------------------------------------------------------------------------------------
+
+
+def test_a_teacher_beside_a_student(make, x):
+    teacher = make()
+    student = copy.deepcopy(teacher)
+    plain = teacher(x)
+    with attn_qat.convert(student, recipe=RECIPE):
+        assert not torch.equal(student(x), plain)
+        assert_same_bits(teacher(x), plain)
+
+
+def test_threads_do_not_see_each_other(make, x):
+    """Two models run, and a third is converted and undone over and over, all at once."""
+    teacher = make()
+    student, third = copy.deepcopy(teacher), copy.deepcopy(teacher)
+    attn_qat.convert(student, recipe=RECIPE)
+    want = {"teacher": teacher(x), "student": student(x)}
+    failures, start = [], threading.Barrier(3)
+
+    def repeat(work, times):
+        try:
+            start.wait()
+            for _ in range(times):
+                work()
+        except BaseException as error:
+            failures.append(error)
+
+    def convert_and_undo():
+        with attn_qat.convert(third, recipe=RECIPE):
+            assert_same_bits(third(x), want["student"])
+        assert_same_bits(third(x), want["teacher"])
+
+    work = [
+        (lambda: assert_same_bits(teacher(x), want["teacher"]), 12),
+        (lambda: assert_same_bits(student(x), want["student"]), 12),
+        (convert_and_undo, 6),
+    ]
+    threads = [threading.Thread(target=repeat, args=w) for w in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
+def test_copies_are_converted_and_stand_alone(duplicate, make, x):
+    model = make()
+    conversion = attn_qat.convert(model, recipe=RECIPE, exclude="*.attn2")
+    want = model(x)
+    twin = duplicate(model)
+    conversion.undo()
+    assert_same_bits(twin(x), want)
+    with torch.no_grad():
+        model.blocks[0].attn1.out.weight.zero_()
+    assert_same_bits(twin(x), want)
+
+
+def test_the_signature_of_forward_stays(make):
+    block = SelfAttention()
+    before = inspect.signature(block.forward)
+    with attn_qat.convert(block):
+        assert inspect.signature(block.forward) == before
+
+
+# --- torch.compile and checkpointing ------------------------------------------------------------------------
+
+
+def test_compiled_in_one_graph_with_gradients(make, x):
+    model = make()
+    with attn_qat.convert(model, recipe=RECIPE):
+        want = gradients(model, x)
+        got = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_close(a, b, 3e-2, str(i))  # fused arithmetic rounds otherwise, and FP4 codes follow
+
+
+def test_a_model_compiled_before_follows_conversion_and_undoing(make, x):
+    model = make()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    plain = compiled(x)
+    with attn_qat.convert(model, recipe=RECIPE):
+        want = model(x)
+        assert_close(compiled(x), want, 1e-2)
+        compiled(x)
+        assert counter.frame_count == 2
+    assert_same_bits(compiled(x), plain)
+    with attn_qat.convert(compiled, recipe=RECIPE) as conversion:  # the wrapper does for the model
+        assert conversion.modules == [""]
+        assert_close(compiled(x), want, 1e-2)
+        assert counter.frame_count == 2  # and what was compiled for the first conversion serves the second
+    with attn_qat.convert(model, recipe="fp4"):  # but not another recipe
+        other = model(x)
+        assert_close(compiled(x), other, 1e-2)
+        assert counter.frame_count == 3 and not torch.equal(other, want)
+
+
+def test_layers_share_compiled_code(make, x):
+    """Nothing of a conversion differs from layer to layer in a guard, so that layers compiled one by one
+    compile once."""
+    model = make()
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(lambda block, x: block(x), backend=counter, fullgraph=True)
+    with attn_qat.convert(model, recipe=RECIPE):
+        want = [block(x) for block in model.blocks]
+        got = [run(block, x) for block in model.blocks]
+    assert counter.frame_count == 1
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-2)
+
+
+def test_blocks_compiled_within_an_eager_model(make, x):
+    model = make()
+    conversion = attn_qat.convert(model, recipe=RECIPE)
+    want = model(x)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    assert_close(model(x), want, 1e-2)
+    conversion.undo()
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("modules", [None, "blocks"], ids=["model", "blocks"])
+def test_recomputation_in_the_backward_is_replaced_too(modules, reentrant, make, x):
+    model = make()
+    conversion = attn_qat.convert(model, recipe=RECIPE, modules=modules)
+    want = gradients(model, x)
+    model.reentrant = reentrant
+    assert_all_same(gradients(model, x), want)
+    if not reentrant:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for a, b in zip(gradients(compiled, x), want, strict=True):
+            assert_close(a, b, 3e-2)
+    conversion.undo()
+
+
+# --- nn.MultiheadAttention and nn.Transformer* --------------------------------------------------------------
+
+MULTI_HEAD = {
+    "self": (dict(batch_first=True), "xxx", {}),
+    "causal": (dict(batch_first=True), "xxx", {"attn_mask": "causal", "is_causal": True}),
+    "sequence first": (dict(), "xxx", {}),
+    "cross": (dict(batch_first=True), "xyy", {}),
+    "own widths": (dict(batch_first=True, kdim=WIDTH, vdim=32), "xyz", {}),
+    "no bias": (dict(batch_first=True, bias=False), "xyy", {}),
+}
+
+
+@pytest.mark.parametrize("options, inputs, call", MULTI_HEAD.values(), ids=MULTI_HEAD.keys())
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_multi_head_attention(training, options, inputs, call, make, draw, device, monkeypatch):
+    attention = make(nn.MultiheadAttention, WIDTH, HEADS, **options).train(training)
+    tensors = {"x": draw(2, 24, WIDTH), "y": draw(2, 24, WIDTH), "z": draw(2, 24, 32)}
+    arguments = [tensors[name] for name in inputs]
+    if "attn_mask" in call:
+        call = {
+            **call,
+            "attn_mask": nn.Transformer.generate_square_subsequent_mask(24, device, torch.bfloat16),
+        }
+    with torch.set_grad_enabled(training):
+        with attn_qat.convert(attention, recipe=RECIPE) as conversion:
+            out, weights = attention(*arguments, need_weights=False, **call)
+        assert conversion.replaced == [""] and weights is None
+        monkeypatch.setattr(F, "scaled_dot_product_attention", fake_attention)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            want = attention(*arguments, need_weights=False, **call)[0]
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert_same_bits(out, want)
+
+
+def test_multi_head_attention_without_a_batch(make, draw):
+    attention, x = make(nn.MultiheadAttention, WIDTH, HEADS), draw(24, WIDTH)
+    with attn_qat.convert(attention, recipe=RECIPE):
+        out = attention(x, x, x, need_weights=False)[0]
+        assert_same_bits(out, attention(*[x[:, None]] * 3, need_weights=False)[0][:, 0])
+
+
+MULTI_HEAD_REFUSED = {
+    "weights": ({}, {"need_weights": True}, "need_weights is True, takes False"),
+    "padding": ({}, {"key_padding_mask": (2, 24)}, "key_padding_mask is given"),
+    "mask": ({}, {"attn_mask": (24, 24)}, "attn_mask is given without is_causal=True"),
+    "dropout": ({"dropout": 0.5}, {}, "dropout is 0.5 in training"),
+    "bias_kv": ({"add_bias_kv": True}, {}, "add_bias_kv or add_zero_attn is set"),
+    "zero": ({"add_zero_attn": True}, {}, "add_bias_kv or add_zero_attn is set"),
+}
+
+
+@pytest.mark.parametrize("options, call, reason", MULTI_HEAD_REFUSED.values(), ids=MULTI_HEAD_REFUSED.keys())
+def test_multi_head_attention_refuses_with_the_reason(options, call, reason, make, draw, device):
+    attention, x = make(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True, **options), draw(2, 24, WIDTH)
+    shaped = {
+        name: torch.zeros(s, dtype=torch.bool, device=device)
+        for name, s in call.items()
+        if name != "need_weights"
+    }
+    call = {"need_weights": False, **call, **shaped}
+    with attn_qat.convert(attention), pytest.raises(ValueError, match=reason):
+        attention(x, x, x, **call)
+    torch.manual_seed(0)
+    want = attention(x, x, x, **call)[0]
+    torch.manual_seed(0)
+    with attn_qat.convert(attention, unsupported="leave") as conversion:
+        assert_same_bits(attention(x, x, x, **call)[0], want)
+    assert reason.split(",")[0] in conversion.left[""][0]
+
+
+NAMED = "*.self_attn"
+
+
+@pytest.mark.parametrize("modules", [NAMED, None, "layers.1", "layers.1.self_attn"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_encoder_is_converted_also_where_torch_would_fuse_it(training, modules, make, x):
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, dropout=0.0)
+    encoder = make(nn.TransformerEncoder, layer, 2).train(training)
+    with torch.set_grad_enabled(training):
+        plain = encoder(x)
+        with attn_qat.convert(encoder, recipe=RECIPE, modules=modules) as conversion:
+            out = encoder(x)
+            compiled = (
+                torch.compile(encoder, backend="aot_eager", fullgraph=True)(x) if modules == NAMED else out
+            )
+    first = [] if modules and "1" in modules else ["layers.0.self_attn"]
+    assert conversion.replaced == [*first, "layers.1.self_attn"]
+    assert not torch.equal(out, plain)
+    assert_close(out, plain, 5e-2)
+    assert_close(compiled, out, 1e-2)
+
+
+def test_encoder_with_padding_is_refused_not_fused(make, x, device):
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
+    encoder, padding = (
+        make(nn.TransformerEncoder, layer, 1).eval(),
+        torch.zeros(2, 40, dtype=torch.bool, device=device),
+    )
+    padding[:, 30:] = True
+    with torch.no_grad(), attn_qat.convert(encoder, modules="*.self_attn"):
+        with pytest.raises(ValueError, match="'layers.0.self_attn': key_padding_mask is given"):
+            encoder(x, src_key_padding_mask=padding)
+
+
+def test_decoder_with_cross_attention(make, x, draw):
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, dropout=0.0)
+    decoder, memory = make(nn.TransformerDecoder, layer, 1), draw(2, 24, WIDTH)
+    mask = nn.Transformer.generate_square_subsequent_mask(40, x.device, x.dtype)
+    plain = decoder(x, memory, tgt_mask=mask, tgt_is_causal=True)
+    with attn_qat.convert(decoder, recipe=RECIPE) as conversion:
+        out = decoder(x, memory, tgt_mask=mask, tgt_is_causal=True)
+    assert conversion.replaced == ["layers.0.self_attn", "layers.0.multihead_attn"]
+    assert_close(out, plain, 5e-2)
+
+
+# --- Beside torchao -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules", ["*.attn1", None], ids=["named", "whole model"])
+@pytest.mark.parametrize("first", ["torchao", "attn_qat"])
+def test_composes_with_quantised_linears_in_either_order(first, modules, device, draw):
+    """torchao's fake quantisation in training, its integers afterwards, and undoing at the end."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    qat = pytest.importorskip("torchao.quantization.qat")
+    config = quantization.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=quantization.PerGroup(32)
+    )
+    model, x = Model().to(device, torch.bfloat16), draw(2, 40, WIDTH)
+    if first == "torchao":
+        quantization.quantize_(model, qat.QATConfig(config, step="prepare"))
+    conversion = attn_qat.convert(model, recipe=RECIPE, modules=modules)
+    if first == "attn_qat":
+        quantization.quantize_(model, qat.QATConfig(config, step="prepare"))
+    assert isinstance(model.blocks[0].attn1.qkv, qat.FakeQuantizedLinear)
+    converted = gradients(model, x)
+    assert conversion.replaced == [name for name in ALL if modules is None or name.endswith("attn1")]
+    assert all(torch.isfinite(grad).all() for grad in converted)
+    quantization.quantize_(model, qat.QATConfig(config, step="convert"))
+    assert "Int" in type(model.blocks[0].attn1.qkv.weight.data).__name__
+    with torch.no_grad():
+        out = model(x)
+        conversion.undo()
+        assert not torch.equal(model(x), out)
+    assert_close(out, converted[0], 5e-2)
+
+
+# --- Wrong arguments ----------------------------------------------------------------------------------------
+
+WRONG = {
+    "model": (lambda m: attn_qat.convert("model"), TypeError, "model is a str, takes a torch.nn.Module"),
+    "recipe": (lambda m: attn_qat.convert(m, recipe="fp8"), ValueError, "fp8"),
+    "unsupported": (
+        lambda m: attn_qat.convert(m, unsupported="skip"),
+        ValueError,
+        "unsupported is 'skip', takes 'raise'",
+    ),
+    "name": (
+        lambda m: attn_qat.convert(m, modules="block.0"),
+        ValueError,
+        "modules holds 'block.0', which matches no",
+    ),
+    "exclude": (
+        lambda m: attn_qat.convert(m, exclude=["attn3"]),
+        ValueError,
+        "exclude holds 'attn3', which matches no",
+    ),
+    "type": (lambda m: attn_qat.convert(m, modules=[m]), TypeError, "takes names, patterns or a predicate"),
+    "none": (lambda m: attn_qat.convert(m, modules=lambda *_: False), ValueError, "modules chooses none"),
+    "no attention": (lambda m: attn_qat.convert(m, modules="*.norm"), ValueError, "modules chooses none"),
+    "all excluded": (lambda m: attn_qat.convert(m, exclude=""), ValueError, "modules chooses none"),
+}
+
+
+@pytest.mark.parametrize("call, error, message", WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments(call, error, message):
+    model = Model()
+    with pytest.raises(error, match=message):
+        call(model)
+    assert all(
+        type(m).__module__ != "attn_qat.convert" and "_attn_qat_route" not in vars(m) for m in model.modules()
+    )
+
+
+def _converted_already(model):
+    attn_qat.convert(model.blocks[1])
+
+
+def _scripted(model):
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x
+
+    model.blocks[1].attn1 = torch.jit.script(Plain())
+
+
+def _traced(model):
+    model.blocks[1].attn1 = torch.fx.symbolic_trace(nn.Identity())
+
+
+def _hooked(model):
+    attention = model.blocks[1].attn1
+    attention.forward = lambda x: x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize(
+    "prepare, reason",
+    [
+        (_converted_already, "is converted already"),
+        (_scripted, "is a ScriptModule"),
+        (_traced, "is a GraphModule"),
+        (_hooked, "has a forward of its own"),
+    ],
+)
+def test_a_module_that_cannot_be_converted_is_named_and_nothing_converted(prepare, reason):
+    model = Model()
+    prepare(model)
+    with pytest.raises(ValueError, match=rf"'blocks.1(.attn1)?' {reason}"):
+        attn_qat.convert(model)
+    assert type(model) is Model and type(model.blocks[0]) is Block
+    attn_qat.convert(model, modules="blocks.0").undo()
