@@ -1,7 +1,10 @@
 """NVFP4 fake-quantised attention for PyTorch: train with it, and FP4 inference computes what training saw.
 
 `attention` is the differentiable function, `Attention` its module; the operators are `torch.ops.attn_qat.*`.
+`attn_qat.cudnn` is cuDNN frontend's backward API, imported when it is first named.
 """
+
+import importlib
 
 from . import reference
 from ._library import build_info
@@ -40,3 +43,9 @@ __all__ = [
     "quantize",
     "reference",
 ]
+
+
+def __getattr__(name: str):
+    if name == "cudnn":
+        return importlib.import_module(".cudnn", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
