@@ -1,12 +1,15 @@
-"""attn_qat.cudnn: cuDNN frontend's call and plan, by name, number and option"""
+"""attn_qat.cudnn: cuDNN frontend's call and plan, by name, number and option; the page and the example."""
 
 import copy
 import inspect
 import math
 import pickle
+import re
+import runpy
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attn_qat
 from attn_qat.cudnn import Nvfp4AttentionQatBackward, nvfp4_attention_qat_backward
 
+ROOT = Path(__file__).parents[1]
 BACKWARD_OUT = torch.ops.attn_qat.backward.out
 
 
@@ -333,7 +337,7 @@ def test_backend_that_is_here(backend, problem):
     assert_grads(problem.call(backend=backend), problem.want())
 
 
-# The package
+# The package, the page and the example
 
 
 def run(code: str) -> None:
@@ -350,3 +354,17 @@ def test_imported_when_named():
     )
     with pytest.raises(AttributeError, match="no attribute 'cudn'"):
         attn_qat.cudn  # noqa: B018
+
+
+def test_code_of_the_page():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/cudnn.md").read_text(), re.DOTALL)
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(compile(block, "docs/cudnn.md", "exec"), names)
+
+
+def test_example(capsys):
+    runpy.run_path(str(ROOT / "examples/cudnn_backward.py"), run_name="__main__")
+    errors = [float(x) for x in re.findall(r"relative error (\S+)", capsys.readouterr().out)]
+    assert len(errors) == 3 and all(error < 6e-3 for error in errors)
