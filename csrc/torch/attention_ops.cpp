@@ -43,7 +43,8 @@ ForwardParams check_forward(const char* op, const Tensor& q, const Tensor& k, co
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                   double softmax_scale, bool is_causal, std::string recipe) {
+                                                   double softmax_scale, bool is_causal, std::string recipe,
+                                                   bool /* deterministic: of the gradient */) {
   constexpr auto op = "forward";
   ForwardParams p = check_forward(op, q, k, v, check_recipe(op, recipe), softmax_scale, is_causal);
   Tensor out = torch::stable::new_empty(q, q.sizes());
@@ -262,8 +263,8 @@ void implement(Library& m) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(attn_qat, m) {
   m.def(
-      "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal, str recipe=\"cudnn\") "
-      "-> (Tensor out, Tensor high_precision_out, Tensor lse, Tensor row_exponent)");
+      "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal, str recipe=\"cudnn\", "
+      "bool deterministic=True) -> (Tensor out, Tensor high_precision_out, Tensor lse, Tensor row_exponent)");
   m.def(
       "infer(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal, str recipe=\"fp4\") -> "
       "Tensor");

@@ -1,7 +1,10 @@
 """NVFP4 fake-quantised attention for PyTorch: train with it, and FP4 inference computes what training saw.
 
 `attention` is the differentiable function, `Attention` its module; the operators are `torch.ops.attn_qat.*`.
+`attn_qat.cudnn` is cuDNN frontend's backward API, imported when it is first named.
 """
+
+import importlib
 
 from . import distributed, reference
 from ._library import build_info
@@ -16,6 +19,7 @@ from .ops import (
     backward_out,
     backward_workspace_bytes,
     dequantize,
+    explain,
     fake_quantize,
     forward,
     preprocess,
@@ -42,6 +46,7 @@ __all__ = [
     "convert",
     "dequantize",
     "distributed",
+    "explain",
     "fake_quantize",
     "forward",
     "infer",
@@ -50,3 +55,9 @@ __all__ = [
     "quantize",
     "reference",
 ]
+
+
+def __getattr__(name: str):
+    if name == "cudnn":
+        return importlib.import_module(".cudnn", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

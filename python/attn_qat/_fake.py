@@ -191,7 +191,7 @@ def _dequantize(data, scales, dtype, axis=-1, global_scale=None, tiled_scales=Fa
 
 
 @torch.library.register_fake("attn_qat::forward")
-def _forward(q, k, v, softmax_scale, is_causal, recipe="cudnn"):
+def _forward(q, k, v, softmax_scale, is_causal, recipe="cudnn", deterministic=True):
     _check_attention("forward", q, k, v, recipe)
     rows = q.shape[:3]
     return (
@@ -247,7 +247,8 @@ def _backward_dkdv(
 
 @torch.library.register_fake("attn_qat::backward")
 def _backward(
-    grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, recipe="cudnn", row_exponent=None
+    grad_out, q, k, v, high_precision_out, lse, softmax_scale, is_causal, recipe="cudnn", row_exponent=None,
+    deterministic=True,
 ):
     _check_backward("backward", grad_out, q, k, v, lse, recipe, row_exponent)
     _check_like("backward", "high_precision_out", high_precision_out, q.shape, q, "q")
@@ -271,6 +272,7 @@ def _backward_out(
     dq,
     dk,
     dv,
+    deterministic=True,
 ):
     op = "backward.out"
     _check_backward(op, grad_out, q, k, v, lse, recipe, row_exponent)

@@ -68,6 +68,7 @@ def forward(
     softmax_scale: float,
     is_causal: bool = False,
     recipe: str | Recipe = Recipe.FP4,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention with FP4 operands: (out, high_precision_out, lse, row_exponent).
 
@@ -75,8 +76,9 @@ def forward(
     lse: (B, Hq, Sq) float32, natural logarithm, -inf for a row that sees no key.
     row_exponent: (B, Hq, Sq) int32, the power of two that P was quantised against.
     Causal masks align bottom-right: query i sees keys j <= i + S_kv - S_q.
+    deterministic: of the gradient, see `backward`; the forward always gives the same bits.
     """
-    return _call(_ops.forward, q, k, v, softmax_scale, is_causal, str(recipe))
+    return _call(_ops.forward, q, k, v, softmax_scale, is_causal, str(recipe), deterministic)
 
 
 def preprocess(high_precision_out: Tensor, grad_out: Tensor) -> Tensor:
@@ -131,11 +133,13 @@ def backward(
     is_causal: bool = False,
     recipe: str | Recipe = Recipe.FP4,
     row_exponent: Tensor | None = None,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from what `forward` returned for the same q, k, v, scale, mask and recipe.
 
     Without `row_exponent` the reference exponent comes from lse, which moves the floor under which P flushes to zero.
-    The same bits on every run.
+    The same bits on every run; with `deterministic` false the sums of dQ may be taken in any order, where a kernel
+    gains from it (compute capability 9.0).
     """
     return _call(
         _ops.backward,
@@ -149,6 +153,7 @@ def backward(
         is_causal,
         str(recipe),
         row_exponent,
+        deterministic,
     )
 
 
@@ -173,6 +178,7 @@ def backward_out(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    deterministic: bool = True,
 ) -> None:
     """`backward` into caller-owned dq, dk, dv: allocates nothing. `workspace`: see `backward_workspace_bytes`."""
     _call(
@@ -191,4 +197,15 @@ def backward_out(
         dq=dq,
         dk=dk,
         dv=dv,
+        deterministic=deterministic,
     )
+
+
+def explain(
+    op: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, recipe: str | Recipe = Recipe.FP4
+) -> str:
+    """Which kernels a call of `op` ("forward" or "backward") would use, and in brackets why others would not.
+
+    "cpu", or a family of csrc/cuda: "sm90", "mma_sync (sm90: compiled for another compute capability)". Runs nothing.
+    """
+    return _call(_ops.explain, op, q, k, v, is_causal, str(recipe))

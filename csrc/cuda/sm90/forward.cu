@@ -123,14 +123,15 @@ __device__ __forceinline__ void forward_produce(const ForwardArgs& args, Forward
 constexpr float kNegativeInfinity = -__builtin_inff();
 constexpr float kNoExponent = -3.402823466e38f;  // of a row that has seen no key: finite, so that exp2(-inf - E) is 0
 
-template <class C, class T, Recipe kRecipe>
+template <class C, class T, Recipe kRecipe, bool kTraining>
 struct ForwardConsumer {
   static constexpr int kNTiles = C::kTileK / 8, kDTiles = C::kHeadDim / 8, kKeySteps = C::kTileK / 16;
   static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
+  static constexpr bool kHighPrecision = kTraining || !kQuantizes;  // P itself is multiplied
   static constexpr int kBlocks = kQuantizes ? C::kTileK / 64 : 1;  // of 16 keys, of a thread's row
   using Packed = uint32_t[kKeySteps][4];
 
-  float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kDTiles][4];
+  float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kHighPrecision ? kDTiles : 1][4];
   float exponent[2], row_sum[2];
   // Row sums of p as the products see it, rounded: what O_hp is divided by, so that a row of one key gives V
   // itself and delta carries no bias. lse and O take row_sum, of p before rounding.
@@ -209,7 +210,7 @@ struct ForwardConsumer {
     for (int i = 0; i < kDTiles; ++i)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        high_precision_out[i][2 * r + e] *= factor;
+        if constexpr (kHighPrecision) high_precision_out[i][2 * r + e] *= factor;
         if constexpr (kQuantizes) out[i][2 * r + e] *= factor;
       }
     row_sum[r] *= factor, rounded_sum[r] *= factor;
@@ -235,7 +236,7 @@ struct ForwardConsumer {
           p1 = ptx::ex2_approx_ftz(__fmul_rn(p1, scale_log2) - exponent[r]);
           row_sum[r] += p0;
           row_sum[r] += p1;
-          p[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
+          if constexpr (kHighPrecision) p[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
           if constexpr (kQuantizes) {
             tile::quantize_pair_in_units(p0, p1, scale[r].reciprocal, scale[r].scale * (kGain * tile::kCodeUnit));
             quantized[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
@@ -260,11 +261,12 @@ struct ForwardConsumer {
       const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4 + 8 * r;
       if (lane % 4 != 0 || row >= p.shape.seq_q) continue;
       const int64_t at = (here.b * p.shape.heads_q + here.h) * p.shape.seq_q + row;
-      p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
-      p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
+      if (p.lse) p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
+      if (p.row_exponent) p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
     }
-    store_rows<C::kHeadDim, T>(p.high_precision_out, here.b, here.h, first_row, p.shape.seq_q,
-                               high_precision_out, high_precision_scale);
+    if constexpr (kTraining)
+      store_rows<C::kHeadDim, T>(p.high_precision_out, here.b, here.h, first_row, p.shape.seq_q,
+                                 high_precision_out, high_precision_scale);
     if constexpr (kQuantizes)
       store_rows<C::kHeadDim, T>(p.out, here.b, here.h, first_row, p.shape.seq_q, out, out_scale);
     else
@@ -273,10 +275,10 @@ struct ForwardConsumer {
   }
 };
 
-template <class C, class T, Recipe kRecipe>
+template <class C, class T, Recipe kRecipe, bool kTraining>
 __device__ __forceinline__ void forward_consume(const ForwardArgs& args, ForwardSmem<C, T>& smem,
                                                 const ForwardPlace<C>& here, int consumer) {
-  using Consumer = ForwardConsumer<C, T, kRecipe>;
+  using Consumer = ForwardConsumer<C, T, kRecipe, kTraining>;
   const ForwardParams& p = args.p;
   const int seq_k = static_cast<int>(p.shape.seq_k);
   const int all_visible = p.causal ? min(here.first_row + consumer * kWarpgroupRows + 1 + here.offset, seq_k) : seq_k;
@@ -338,9 +340,9 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
     const auto start_outputs = [&](auto from, auto to) {
       constexpr int kFrom = decltype(from)::value, kTo = decltype(to)::value;
       ptx::wgmma_fence();
-      multiply_add<kFrom, kTo>(own.high_precision_out, packed, values, T{});
+      if constexpr (Consumer::kHighPrecision) multiply_add<kFrom, kTo>(own.high_precision_out, packed, values, T{});
       if constexpr (Consumer::kQuantizes) multiply_add<kFrom, kTo>(own.out, quantized, values, T{});
-      if constexpr (kTo == Consumer::kKeySteps) {
+      if constexpr (Consumer::kHighPrecision && kTo == Consumer::kKeySteps) {
 #pragma unroll
         for (int step = 0; step < kTo; ++step)
           ptx::wgmma<0>(sums, packed[step], columns_operand(smem.ones), step > 0, T{});
@@ -359,9 +361,11 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
     if (kTakesTurns && j + 1 == here.tiles_k && consumer == 0)
       ptx::named_barrier_arrive<C::kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
     ptx::wgmma_wait_group<0>();
-    ptx::hold(own.high_precision_out);
-    ptx::hold(sums);
-    own.rounded_sum[0] += sums[0][0], own.rounded_sum[1] += sums[0][2];
+    if constexpr (Consumer::kHighPrecision) {
+      ptx::hold(own.high_precision_out);
+      ptx::hold(sums);
+      own.rounded_sum[0] += sums[0][0], own.rounded_sum[1] += sums[0][2];
+    }
     if constexpr (Consumer::kQuantizes) ptx::hold(own.out);
     __syncwarp();
     if (leader()) ptx::mbarrier_arrive(smem.v_empty[stage]);
@@ -370,7 +374,7 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
   own.store(p, place, place.first_row + consumer * kWarpgroupRows);
 }
 
-template <class C, class T, Recipe kRecipe>
+template <class C, class T, Recipe kRecipe, bool kTraining>
 __global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(1024) unsigned char raw[];
   auto& smem = *reinterpret_cast<ForwardSmem<C, T>*>(raw);
@@ -393,11 +397,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_co
     if (threadIdx.x == 0) forward_produce<C, T, kRecipe>(args, smem, here);
   } else {
     ptx::take_registers<C::kConsumerRegisters>();
-    forward_consume<C, T, kRecipe>(args, smem, here, warpgroup - 1);
+    forward_consume<C, T, kRecipe, kTraining>(args, smem, here, warpgroup - 1);
   }
 }
 
-template <class C, class T, Recipe kRecipe>
+template <class C, class T, Recipe kRecipe, bool kTraining>
 cudaError_t launch(const ForwardParams& p, int64_t padded_keys, cudaStream_t stream) {
   const AttentionShape& s = p.shape;
   ForwardArgs args{};
@@ -416,16 +420,20 @@ cudaError_t launch(const ForwardParams& p, int64_t padded_keys, cudaStream_t str
   keys_map(&args.k, p.k, DType::kBFloat16);
   keys_map(&args.v, p.v, p.dtype);
   if (status != cudaSuccess) return status;
-  return launch_tiles<C, ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe>, args,
+  return launch_tiles<C, ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe, kTraining>, args,
                                          args.tiles_q * s.batch * s.heads_q, stream);
 }
 
 template <class C, class T>
 cudaError_t launch_recipe(const ForwardParams& p, int64_t padded_keys, cudaStream_t stream) {
   switch (p.recipe) {
-    case Recipe::kCudnn: return launch<C, T, Recipe::kCudnn>(p, padded_keys, stream);
-    case Recipe::kFp4: return launch<C, T, Recipe::kFp4>(p, padded_keys, stream);
-    case Recipe::kFp4Qk: return launch<C, T, Recipe::kFp4Qk>(p, padded_keys, stream);
+    case Recipe::kCudnn: return launch<C, T, Recipe::kCudnn, true>(p, padded_keys, stream);
+    case Recipe::kFp4:
+      return p.training() ? launch<C, T, Recipe::kFp4, true>(p, padded_keys, stream)
+                          : launch<C, T, Recipe::kFp4, false>(p, padded_keys, stream);
+    case Recipe::kFp4Qk:
+      return p.training() ? launch<C, T, Recipe::kFp4Qk, true>(p, padded_keys, stream)
+                          : launch<C, T, Recipe::kFp4Qk, false>(p, padded_keys, stream);
   }
   return cudaErrorInvalidValue;
 }
