@@ -56,7 +56,9 @@ CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wex
              f"-I{CSRC}", f"-I{GENERATED}"]
 # FMA only where the source says so: fused at the compiler's whim, instruction sets would differ in results.
 CPU_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-DATTN_QAT_X86={int(X86)}"]
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", f"-I{CSRC}"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas=-warn-spills", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", f"-I{CSRC}"]
+# In the compiler's output: C7519 alone is harmless (a fence that it inserts itself).
+SLOW_CODE = r"spill|C751[0-8]|C7520"
 
 
 def say(text):
@@ -256,7 +258,10 @@ def write_ninja(cxx, cuda, torch, python):
     ninja.rule("cxx", f"{compiler} -MMD -MF $out.d $flags -c $in -o $out", depfile=True)
     ninja.rule("link", f"{compiler} -shared -o $out $in $flags", depfile=False)
     if cuda:
-        ninja.rule("nvcc", f"{ninja.words([cuda.nvcc])} -MMD -MF $out.d $flags -c $in -o $out", depfile=True)
+        # What costs speed without costing correctness fails the build: registers spilled, wgmma serialised.
+        nvcc = f"{ninja.words([cuda.nvcc])} -MMD -MF $out.d $flags -c $in -o $out"
+        ninja.rule("nvcc", f"{{ {nvcc}; }} > $out.log 2>&1 && ! grep -E '{SLOW_CODE}' $out.log && cat $out.log || "
+                           "{ cat $out.log; rm -f $out; false; }", depfile=True)
 
     def compile_file(file, rule, flags, folder=BUILD):
         return ninja.edge((folder / file).with_suffix(".o"), rule, [file], flags)

@@ -136,3 +136,31 @@ def test_probabilities_are_quantised_by_hardware_where_there_is_one(source, targ
     for name in kernels_of(source, target):
         wanted = target != "sm_90a" and not re.search(r"6RecipeE2E", name)
         assert bool(re.search(r"\bF2FP\S*\.E2M1\.", machine_code(target)[name])) == wanted, name
+
+
+HOPPER_SOURCES = ["sm90/forward", "sm90/backward"]
+
+
+@pytest.mark.parametrize("source", HOPPER_SOURCES)
+def test_hopper_kernels_use_warpgroup_products_and_tensor_maps(source):
+    """wgmma (HGMMA), boxes (UTMALDG), registers that change hands (USETMAXREG), and none of the older instructions."""
+    names = kernels_of(source, "sm_90a")
+    assert names
+    for name in names:
+        code = machine_code("sm_90a")[name]
+        assert re.search(r"\bHGMMA\.64x(64|128)x16\.F32", code) and re.search(r"\bUTMALDG\.[45]D", code), name
+        assert len(re.findall(r"\bUSETMAXREG", code)) == 2, name
+        assert not re.search(r"\b(HMMA|LDSM|LDGSTS)\b", code), name
+
+
+@pytest.mark.parametrize("source", HOPPER_SOURCES)
+def test_hopper_products_are_not_serialised(source):
+    """A product that others follow does not end its group (gsb0): only one or two in a group of four to sixteen do."""
+    for name in kernels_of(source, "sm_90a"):
+        products = re.findall(r"\bHGMMA\.[^;]*;", machine_code("sm_90a")[name])
+        assert sum("gsb0" in product for product in products) <= len(products) / 3, name
+
+
+def test_hopper_backward_adds_by_bulk_copies():
+    for name in kernels_of("sm90/backward", "sm_90a"):
+        assert re.search(r"\bUBLKRED", machine_code("sm_90a")[name]), name

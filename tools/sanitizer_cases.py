@@ -1,9 +1,11 @@
-"""Every CUDA kernel once at small sizes, for compute-sanitizer: tails, causal, grouped heads, strided views, all recipes.
+"""Every CUDA kernel once at small sizes, for compute-sanitizer: tails, causal, grouped heads, strided views, all recipes,
+every family of kernels that serves the device.
 
 Results are compared with the CPU kernels, so that a run under the sanitizer is a test too.
 """
 
 import itertools
+import os
 
 import torch
 
@@ -36,7 +38,10 @@ def check_attention(shape, head_dim, dtype, recipe):
     gpu = [x.cuda() for x in (q, k, v, grad_out)]
     got = ops.forward(*gpu[:3], *options)
     want += ops.backward(grad_out, q, k, v, *want[1:3], *options, want[3])
-    got += ops.backward(gpu[3], *gpu[:3], *got[1:3], *options, got[3])
+    deterministic = heads_q == heads_kv
+    got += ops.backward(gpu[3], *gpu[:3], *got[1:3], *options, got[3], deterministic)
+    if recipe != "cudnn":
+        assert torch.equal(ops.infer(*gpu[:3], *options), got[0])
     for i in (0, 1, 4, 5, 6):
         if want[i].float().norm() > 1e-3:
             # Two backends each within 6e-3 of the reference, and single codes that flip in so small a problem.
@@ -60,8 +65,10 @@ def main():
     torch.manual_seed(0)
     half = (torch.bfloat16, torch.float16)
     recipes = "cudnn", "fp4", "fp4_qk"
-    for shape, head_dim, dtype, recipe in itertools.product(SHAPES, (64, 128), half, recipes):
-        check_attention(shape, head_dim, dtype, recipe)
+    for family in {attn_qat.explain("forward", *3 * [torch.zeros(1, 1, 1, 64, device="cuda").half()]), "mma_sync"}:
+        os.environ["ATTN_QAT_KERNELS"] = family
+        for shape, head_dim, dtype, recipe in itertools.product(SHAPES, (64, 128), half, recipes):
+            check_attention(shape, head_dim, dtype, recipe)
     for dtype, axis in itertools.product((*half, torch.float32), (-1, -2)):
         check_formats(dtype, axis)
     torch.cuda.synchronize()

@@ -11,6 +11,7 @@ from .base import Peer, differentiable
 class AttnQat(Peer):
     name = "attn_qat"
     distribution = "attn-qat"
+    deterministic = True
 
     def why_not(self, problem: Problem) -> str | None:
         return None  # what it cannot run raises
@@ -19,7 +20,10 @@ class AttnQat(Peer):
         recipe, scale, causal = problem.recipe, problem.softmax_scale, problem.case.causal
         if problem.op == "forward_backward":
             return differentiable(
-                lambda q, k, v: attn_qat.attention(q, k, v, is_causal=causal, recipe=recipe), problem
+                lambda q, k, v: attn_qat.attention(
+                    q, k, v, is_causal=causal, recipe=recipe, deterministic=self.deterministic
+                ),
+                problem,
             )
         if problem.op == "forward":
             q, k, v, _ = problem.tensors.values()
@@ -27,7 +31,7 @@ class AttnQat(Peer):
         if problem.op == "backward":
             q, k, v, grad_out = problem.tensors.values()
             _, high_precision_out, lse, row_exponent = attn_qat.forward(q, k, v, scale, causal, recipe)
-            saved = (high_precision_out, lse, scale, causal, recipe, row_exponent)
+            saved = (high_precision_out, lse, scale, causal, recipe, row_exponent, self.deterministic)
             return lambda: attn_qat.backward(grad_out, q, k, v, *saved)
         if problem.op == "preprocess":
             o, grad_out = problem.tensors.values()
@@ -38,4 +42,12 @@ class AttnQat(Peer):
         return lambda: (attn_qat.fake_quantize(x),)
 
 
-PEERS = (AttnQat(),)
+class AttnQatUnordered(AttnQat):
+    name = "attn_qat_unordered"
+    deterministic = False
+
+    def why_not(self, problem: Problem) -> str | None:
+        return None if problem.op.endswith("backward") else "its backward alone differs"
+
+
+PEERS = (AttnQat(), AttnQatUnordered())

@@ -20,16 +20,24 @@ class Attention(nn.Module):
         recipe: str | Recipe = Recipe.FP4,
         is_causal: bool = False,
         softmax_scale: float | None = None,
+        deterministic: bool = True,
     ):
         super().__init__()
         self.recipe = Recipe(recipe)
         self.is_causal = is_causal
         self.softmax_scale = softmax_scale
+        self.deterministic = deterministic
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: (B, Hq, Sq, D), k and v: (B, Hkv, Skv, D) -> (B, Hq, Sq, D)."""
         return attention(
-            q, k, v, is_causal=self.is_causal, softmax_scale=self.softmax_scale, recipe=self.recipe
+            q,
+            k,
+            v,
+            is_causal=self.is_causal,
+            softmax_scale=self.softmax_scale,
+            recipe=self.recipe,
+            deterministic=self.deterministic,
         )
 
     def extra_repr(self) -> str:
