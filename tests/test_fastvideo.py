@@ -319,7 +319,7 @@ class Hide:
             raise ModuleNotFoundError(f"No module named {name!r}", name="fastvideo")
 sys.meta_path.insert(0, Hide())
 import attn_qat
-assert "attn_qat.integrations" not in sys.modules
+assert "attn_qat.integrations.fastvideo" not in sys.modules
 from attn_qat.integrations import fastvideo as ours
 assert ours.AttnQatInferBackend.get_name() == "ATTN_QAT_INFER" and "fastvideo" not in sys.modules
 try:
@@ -330,7 +330,7 @@ except ImportError:
 
 
 def test_imports_without_fastvideo():
-    """And only `register` needs it. Importing attn_qat imports no integration."""
+    """And only `register` needs it. Importing attn_qat does not import this integration."""
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "refused\n"

@@ -65,7 +65,8 @@ struct BackwardSmem {
   alignas(128) float dq[C::kConsumers][C::kTileQ * C::kHeadDim / C::kConsumers];
   alignas(128) RowPairStatistics statistics[C::kStages][C::kTileQ / 2];
   alignas(16) ColumnScale scales[(C::kConsumers * kWarpgroup / 32)][C::kTileQ];
-  // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp.
+  // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp; for q a consumer thread, since
+  // each has read statistics by itself.
   uint64_t kv_full, q_full[C::kStages], q_empty[C::kStages], grad_full[C::kStages], grad_empty[C::kStages];
   // One arrival a consumer warp, late in a step: it has stored its part of that step's dS, and no longer reads that of
   // the step before.
@@ -451,7 +452,7 @@ __device__ __forceinline__ void backward_consume(const BackwardArgs& args, Backw
   const auto finish_dk_dq = [&](int step, float (&dq)[8][4]) {
     ptx::hold(dq);
     ptx::hold(own.dk);
-    release(smem.q_empty[step % C::kStages]);
+    ptx::mbarrier_arrive(smem.q_empty[step % C::kStages]);
     if (step > 0) stage_dq(step - 1, dq);
   };
   // dV has arrived.
@@ -509,7 +510,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(smem.kv_full, 1);
     for (int i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(smem.q_full[i], 1), ptx::mbarrier_init(smem.q_empty[i], (C::kConsumers * kWarpgroup / 32));
+      ptx::mbarrier_init(smem.q_full[i], 1), ptx::mbarrier_init(smem.q_empty[i], C::kConsumers * kWarpgroup);
       ptx::mbarrier_init(smem.grad_full[i], 1), ptx::mbarrier_init(smem.grad_empty[i], (C::kConsumers * kWarpgroup / 32));
     }
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(smem.grad_scores_full[i], (C::kConsumers * kWarpgroup / 32));
