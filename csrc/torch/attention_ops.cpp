@@ -238,8 +238,8 @@ std::string explain_op(Params p, const Tensor& q, const Tensor& k, const Tensor&
   return explain(p, q);
 }
 
-std::string explain_by_name(std::string name, const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal,
-                            std::string recipe) {
+std::string explain_by_name(std::string name, const Tensor& q, const Tensor& k, const Tensor& v,
+                            bool is_causal, std::string recipe) {
   if (name == "forward") return explain_op(ForwardParams{}, q, k, v, is_causal, recipe);
   ATTN_QAT_CHECK(name == "backward", "explain: op is '", name, "', takes 'forward' or 'backward'");
   return explain_op(BackwardParams{}, q, k, v, is_causal, recipe);
@@ -288,8 +288,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attn_qat, m) {
       "backward.out(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor high_precision_out, Tensor lse, "
       "float softmax_scale, bool is_causal, str recipe, Tensor? row_exponent, Tensor(d!) workspace, *, "
       "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, bool deterministic=True) -> ()");
-  m.def(
-      "explain(str op, Tensor q, Tensor k, Tensor v, bool is_causal=False, str recipe=\"cudnn\") -> str");
+  m.def("explain(str op, Tensor q, Tensor k, Tensor v, bool is_causal=False, str recipe=\"cudnn\") -> str");
   m.def("backward_workspace_bytes(Tensor q, Tensor k) -> int");
 }
 

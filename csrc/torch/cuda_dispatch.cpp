@@ -133,7 +133,8 @@ void run(const char* op, const Family<Params> (&families)[kCount], const Params&
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Choice<Params> choice = choose(families, check_target(op, device), p);
   if (!choice.family)
-    throw std::runtime_error(std::string(op) + ": no CUDA kernel takes this problem (" + choice.reasons + ")");
+    throw std::runtime_error(std::string(op) + ": no CUDA kernel takes this problem (" + choice.reasons +
+                             ")");
   const Family<Params>& family = *choice.family;
   std::optional<Tensor> own;
   if (!given) {

@@ -94,5 +94,17 @@ TEST(RoundE2m1, IsTheNearestCodeInAnyUnit) {
   }
 }
 
+// What P takes: u = y / 5.125 saturated. u is a rounded quotient, so that midpoints and their neighbours are left out.
+TEST(RoundSaturatedE2m1, IsTheNearestCodeBesideMidpoints) {
+  for (uint32_t bits = 0; bits <= float_bits(9.0f); bits += 251) {
+    const float y = bits_float(bits), want = nvfp4::e2m1_magnitude(y, 1.0f);
+    bool beside_midpoint = false;
+    for (float midpoint : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f})
+      beside_midpoint |= std::fabs(y - midpoint) <= 2 * midpoint * 0x1p-23f;
+    const float u = std::fmin(y / tile::kE2m1Saturation, 1.0f);
+    if (!beside_midpoint) ASSERT_EQ(tile::round_saturated_e2m1_times_2pow_minus_24(u), want * 0x1p-24f) << y;
+  }
+}
+
 }  // namespace
 }  // namespace attn_qat

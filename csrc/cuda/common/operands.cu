@@ -18,7 +18,7 @@ namespace {
 using nvfp4::kBlock;
 
 constexpr int kThreads = 128, kValues = 8;  // values of a lane: one 16-byte access
-constexpr int kUnroll = 4;                  // accesses of a lane that are in flight, where blocks lie in a row
+constexpr int kUnroll = 4;  // accesses of a lane that are in flight, where blocks lie in a row
 
 struct Operand {
   View in;
@@ -101,7 +101,8 @@ __device__ void quantize_along_head_dim(const Operand& o, uint32_t block) {
     for (float value : x) amax = max(amax, nvfp4::magnitude_bits(value));
     amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
     tile::fake_quantize(x, tile::block_scale(amax));
-    if (row < o.padded_rows) static_cast<uint4*>(o.out)[(head.out_row + row) * kChunks + chunk] = packed<OutPair>(x);
+    if (row < o.padded_rows)
+      static_cast<uint4*>(o.out)[(head.out_row + row) * kChunks + chunk] = packed<OutPair>(x);
   }
 }
 
@@ -176,10 +177,10 @@ Operand operand(const View& in, void* out, int64_t batch, int64_t heads, int64_t
 template <int kChunks, class Pair>
 cudaError_t launch(const OperandParams& p, cudaStream_t stream) {
   const AttentionShape& s = p.shape;
-  const OperandArgs args{
-      {operand<kChunks>(p.q, p.q_hat, s.batch, s.heads_q, s.seq_q, s.seq_q, false),
-       operand<kChunks>(p.k, p.k_hat, s.batch, s.heads_kv, s.seq_k, p.padded_keys, false),
-       operand<kChunks>(p.v, p.v_hat, s.batch, s.heads_kv, s.seq_k, p.padded_keys, p.recipe == Recipe::kFp4)}};
+  const OperandArgs args{{operand<kChunks>(p.q, p.q_hat, s.batch, s.heads_q, s.seq_q, s.seq_q, false),
+                          operand<kChunks>(p.k, p.k_hat, s.batch, s.heads_kv, s.seq_k, p.padded_keys, false),
+                          operand<kChunks>(p.v, p.v_hat, s.batch, s.heads_kv, s.seq_k, p.padded_keys,
+                                           p.recipe == Recipe::kFp4)}};
   const unsigned blocks = args.operands[0].blocks + args.operands[1].blocks + args.operands[2].blocks;
   if (blocks == 0) return cudaSuccess;
   quantize_operands_kernel<kChunks, Pair><<<blocks, kThreads, 0, stream>>>(args);

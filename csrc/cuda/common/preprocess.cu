@@ -28,7 +28,8 @@ struct RowArgs {
 // Where a row of the launch lies: rows from seq on are padding.
 struct Row {
   int64_t head, s;
-  __device__ Row(const RowArgs& args, int64_t row) : head(row / args.padded_seq), s(row - head * args.padded_seq) {}
+  __device__ Row(const RowArgs& args, int64_t row)
+      : head(row / args.padded_seq), s(row - head * args.padded_seq) {}
 };
 
 __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum, float) {
@@ -122,7 +123,8 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ R
   }
   if (args.pairs) {
     RowPairStatistics& pair = args.pairs[row / 2];
-    pair.exponent[row % 2] = x.exponent, pair.delta[row % 2] = x.delta, pair.normaliser[row % 2] = x.normaliser;
+    pair.exponent[row % 2] = x.exponent, pair.delta[row % 2] = x.delta,
+                        pair.normaliser[row % 2] = x.normaliser;
     pair.normalised_delta[row % 2] = x.normaliser * x.delta;
   }
 }

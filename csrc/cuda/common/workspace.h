@@ -12,7 +12,8 @@ class Arena {
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
   void* take(int64_t bytes) {
     void* p = base_ ? base_ + used_ : nullptr;
-    used_ += (static_cast<size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    used_ +=
+        (static_cast<size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     return p;
   }
   size_t used() const { return used_; }
@@ -27,7 +28,8 @@ inline View contiguous(void* data, int64_t heads, int64_t rows, int64_t head_dim
 }
 
 // Takes scratch for Q^, K^ and, where the recipe quantises it, V^, with padded_keys rows a head in K^ and V^.
-inline OperandParams take_operands(Arena& arena, const AttentionShape& s, Recipe recipe, int64_t padded_keys) {
+inline OperandParams take_operands(Arena& arena, const AttentionShape& s, Recipe recipe,
+                                   int64_t padded_keys) {
   constexpr int64_t kBytes = 2;  // BF16 and FP16
   OperandParams o{};
   const int64_t kv = s.batch * s.heads_kv * padded_keys * s.head_dim * kBytes;

@@ -51,8 +51,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], SmemAddr row
 
 // PTX ISA: stmatrix, each matrix transposed: the counterpart of ldmatrix_x4_trans. sm_90 on.
 __device__ __forceinline__ void stmatrix_x4_trans(SmemAddr row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row.bits), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row.bits),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 

@@ -49,55 +49,58 @@ __device__ __forceinline__ void hold(uint32_t (&a)[kSteps][4]) {
 // the other. panel_bytes: distance between 64-column panels of an MN-major operand.
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t panel_bytes = 0) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kGroupBytes = uint64_t{1024 / 16} << 32;
-  return kSwizzle128 | kGroupBytes | uint64_t{(panel_bytes & 0x3ffff) >> 4} << 16 | ((address & 0x3ffff) >> 4);
+  return kSwizzle128 | kGroupBytes | uint64_t{(panel_bytes & 0x3ffff) >> 4} << 16 |
+         ((address & 0x3ffff) >> 4);
 }
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
   return descriptor + (bytes >> 4);
 }
 
 #define ATTN_QAT_ACC(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-#define ATTN_QAT_ACC8(d, j)                                                                                   \
-  ATTN_QAT_ACC(d, j), ATTN_QAT_ACC(d, j + 1), ATTN_QAT_ACC(d, j + 2), ATTN_QAT_ACC(d, j + 3),                  \
+#define ATTN_QAT_ACC8(d, j)                                                                   \
+  ATTN_QAT_ACC(d, j), ATTN_QAT_ACC(d, j + 1), ATTN_QAT_ACC(d, j + 2), ATTN_QAT_ACC(d, j + 3), \
       ATTN_QAT_ACC(d, j + 4), ATTN_QAT_ACC(d, j + 5), ATTN_QAT_ACC(d, j + 6), ATTN_QAT_ACC(d, j + 7)
-#define ATTN_QAT_D32                                                                                          \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"    \
+#define ATTN_QAT_D32                                                                                        \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
   "%28,%29,%30,%31}"
-#define ATTN_QAT_D64                                                                                          \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"    \
-  "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"   \
+#define ATTN_QAT_D64                                                                                         \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"  \
+  "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53," \
   "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 
 // wgmma for one width and type, a from shared memory and from registers. With `accumulate` false d starts at 0.
-#define ATTN_QAT_WGMMA(N, TILES, D, TYPE, T, A0, A1, A2, A3, A4, A5, ...)                                      \
-  template <int kTransB>                                                                                       \
-  __device__ __forceinline__ void wgmma(float (&d)[TILES][4], uint64_t a, uint64_t b, bool accumulate, T) {    \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, " A2 ", 0;\n"                                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " D ", " A0 ", " A1          \
-                 ", p, 1, 1, 0, " A3 "; }"                                                                     \
-                 : __VA_ARGS__                                                                                 \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransB)                             \
-                 : "memory");                                                                                  \
-  }                                                                                                            \
-  template <int kTransB>                                                                                       \
-  __device__ __forceinline__ void wgmma(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b,              \
-                                        bool accumulate, T) {                                                  \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, " A5 ", 0;\n"                                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " D ", {" A0 "," A1 "," A2   \
-                 "," A3 "}, " A4 ", p, 1, 1, %" ATTN_QAT_TRANS_##TILES "; }"                                   \
-                 : __VA_ARGS__                                                                                 \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),      \
-                   "n"(kTransB)                                                                                \
-                 : "memory");                                                                                  \
+#define ATTN_QAT_WGMMA(N, TILES, D, TYPE, T, A0, A1, A2, A3, A4, A5, ...)                                   \
+  template <int kTransB>                                                                                    \
+  __device__ __forceinline__ void wgmma(float (&d)[TILES][4], uint64_t a, uint64_t b, bool accumulate, T) { \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " A2                                                       \
+                 ", 0;\n"                                                                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " D ", " A0 ", " A1      \
+                 ", p, 1, 1, 0, " A3 "; }"                                                                  \
+                 : __VA_ARGS__                                                                              \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransB)                          \
+                 : "memory");                                                                               \
+  }                                                                                                         \
+  template <int kTransB>                                                                                    \
+  __device__ __forceinline__ void wgmma(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b,           \
+                                        bool accumulate, T) {                                               \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " A5                                                       \
+                 ", 0;\n"                                                                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " D ", {" A0 "," A1      \
+                 "," A2 "," A3 "}, " A4 ", p, 1, 1, %" ATTN_QAT_TRANS_##TILES "; }"                         \
+                 : __VA_ARGS__                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),   \
+                   "n"(kTransB)                                                                             \
+                 : "memory");                                                                               \
   }
 #define ATTN_QAT_TRANS_1 "10"
 #define ATTN_QAT_TRANS_8 "38"
 #define ATTN_QAT_TRANS_16 "70"
-#define ATTN_QAT_WGMMA_8(TYPE, T)                                                                              \
+#define ATTN_QAT_WGMMA_8(TYPE, T) \
   ATTN_QAT_WGMMA(8, 1, "{%0,%1,%2,%3}", TYPE, T, "%4", "%5", "%6", "%7", "%8", "%9", ATTN_QAT_ACC(d, 0))
-#define ATTN_QAT_WGMMA_64(TYPE, T)                                                                             \
+#define ATTN_QAT_WGMMA_64(TYPE, T) \
   ATTN_QAT_WGMMA(64, 8, ATTN_QAT_D32, TYPE, T, "%32", "%33", "%34", "%35", "%36", "%37", ATTN_QAT_ACC8(d, 0))
-#define ATTN_QAT_WGMMA_128(TYPE, T)                                                                            \
-  ATTN_QAT_WGMMA(128, 16, ATTN_QAT_D64, TYPE, T, "%64", "%65", "%66", "%67", "%68", "%69",                     \
+#define ATTN_QAT_WGMMA_128(TYPE, T)                                                        \
+  ATTN_QAT_WGMMA(128, 16, ATTN_QAT_D64, TYPE, T, "%64", "%65", "%66", "%67", "%68", "%69", \
                  ATTN_QAT_ACC8(d, 0), ATTN_QAT_ACC8(d, 8))
 
 ATTN_QAT_WGMMA_8("bf16", __nv_bfloat16)

@@ -21,7 +21,9 @@ const char* why_not(const AttentionShape& s, DType dtype) {
 }
 
 // The forward's tensor maps of K^ and V^ do not see where a head ends: zeros stand there.
-int64_t padded_keys(const AttentionShape& s) { return (s.seq_k + kRowPadding - 1) / kRowPadding * kRowPadding; }
+int64_t padded_keys(const AttentionShape& s) {
+  return (s.seq_k + kRowPadding - 1) / kRowPadding * kRowPadding;
+}
 
 // What the backward takes besides its operands.
 struct BackwardScratch {

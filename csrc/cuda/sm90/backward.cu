@@ -7,11 +7,12 @@
 // One step of a consumer warpgroup. Only dV needs P^, so the quantiser works in the shadow of dK and dQ; dQ leaves in
 // the shadow of dV. Nothing is in flight from one step to the next; the other consumer fills the gaps.
 //
-//   tensor cores   S^T | dP^T           | dK     | dQ             | dV
-//   CUDA cores         | p              dS       store dS^T | quantise p      | store dQ
+//   tensor cores   S^T | dP^T |                    | dK           | dQ of the step before | dV
+//   CUDA cores         | p    | dS, scales of P^   | store dS^T   | P^                    | stage dQ
 //
 // p, dS and P^ go from accumulators to left operands in registers. dS alone passes through shared memory, because dQ
-// sums over the keys of both consumers: each stores its half transposed and multiplies all of it, for half of dQ.
+// sums over the keys of both consumers: each stores its half transposed and multiplies all of it, for half of dQ. It
+// does so a step later, so that neither waits for the other's half.
 //
 // A block of P is the 16 keys of a warp for one query: a column, two values in each of eight lanes. A butterfly over
 // the lanes halves the columns at each step; the lane that ends with a column computes its scale once and hands it to
@@ -62,9 +63,9 @@ struct BackwardSmem {
   alignas(1024) Quantized q[C::kStages][C::kTileQ * C::kHeadDim];
   alignas(1024) T grad_out[C::kStages][C::kTileQ * C::kHeadDim];
   alignas(1024) Quantized grad_scores[2][C::kTileQ * C::kTileK];  // rows are queries; used in turn
-  alignas(128) float dq[C::kConsumers][C::kTileQ * C::kHeadDim / C::kConsumers];
+  alignas(128) float dq[kConsumers][C::kTileQ * C::kHeadDim / kConsumers];
   alignas(128) RowPairStatistics statistics[C::kStages][C::kTileQ / 2];
-  alignas(16) ColumnScale scales[(C::kConsumers * kWarpgroup / 32)][C::kTileQ];
+  alignas(16) ColumnScale scales[kConsumerWarps][C::kTileQ];
   // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp; for q a consumer thread, since
   // each has read statistics by itself.
   uint64_t kv_full, q_full[C::kStages], q_empty[C::kStages], grad_full[C::kStages], grad_empty[C::kStages];
@@ -72,7 +73,7 @@ struct BackwardSmem {
   // the step before.
   uint64_t grad_scores_full[2];
   // full: one arrival a warp of that consumer; one barrier for each adder. empty: the adder's arrival.
-  uint64_t dq_full[kAdders][C::kConsumers], dq_empty[C::kConsumers];
+  uint64_t dq_full[kAdders][kConsumers], dq_empty[kConsumers];
 };
 
 // P is of the order 1 / S: FP16 holds it with this gain, taken back from dV.
@@ -86,7 +87,8 @@ struct BackwardPlace {
 
   __device__ BackwardPlace(const BackwardArgs& args, uint32_t block) {
     const AttentionShape& shape = args.p.shape;
-    const auto tiles_k = static_cast<uint32_t>(args.tiles_k), heads_kv = static_cast<uint32_t>(shape.heads_kv);
+    const auto tiles_k = static_cast<uint32_t>(args.tiles_k),
+               heads_kv = static_cast<uint32_t>(shape.heads_kv);
     const uint32_t head = block / tiles_k;
     tile_k = block % tiles_k;
     if (in_descending_turns(args)) tile_k = tiles_k - 1 - tile_k;
@@ -122,8 +124,8 @@ __device__ __forceinline__ void backward_produce(const BackwardArgs& args, Backw
   const auto load = [&](void* tile, int rows, const CUtensorMap& map, uint64_t& full, int row, int h) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
-      ptx::load_box({ptx::smem_addr(tile).bits + panel * panel_bytes(rows)}, map, full, panel * kPanelColumns, row,
-                    h, here.b);
+      ptx::load_box({ptx::smem_addr(tile).bits + panel * panel_bytes(rows)}, map, full, panel * kPanelColumns,
+                    row, h, here.b);
   };
   ptx::mbarrier_arrive_expect_tx(smem.kv_full, 2 * kPanels * panel_bytes(C::kTileK));
   load(smem.k, C::kTileK, args.k, smem.kv_full, here.first_key, here.h_kv);
@@ -175,7 +177,7 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
       }
       fence_proxy_async_global();
     }
-    for (int half = 0; half < C::kConsumers; ++half) {
+    for (int half = 0; half < kConsumers; ++half) {
       ptx::mbarrier_wait(smem.dq_full[adder][half], step / kAdders & 1);
       float* to = sums + half * (kBytes / sizeof(float));
       if (first)
@@ -185,7 +187,7 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
       ptx::bulk_commit_group();
     }
     ptx::bulk_wait_read();
-    for (int half = 0; half < C::kConsumers; ++half) ptx::mbarrier_arrive(smem.dq_empty[half]);
+    for (int half = 0; half < kConsumers; ++half) ptx::mbarrier_arrive(smem.dq_empty[half]);
     if (in_turn) {
       ptx::bulk_wait();
       fence_proxy_async_global();
@@ -230,7 +232,8 @@ struct BackwardConsumer {
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        s[j][e] = ptx::ex2_approx_ftz(__fmul_rn(s[j][e], scale_log2) - (e % 2 ? exponents.of[j].y : exponents.of[j].x));
+        s[j][e] = ptx::ex2_approx_ftz(__fmul_rn(s[j][e], scale_log2) -
+                                      (e % 2 ? exponents.of[j].y : exponents.of[j].x));
   }
 
   // dS of columns 8 kFrom .. 8 kTo - 1, packed as the left operand of dK.
@@ -240,11 +243,11 @@ struct BackwardConsumer {
     const RowPairStatistics* own = statistics + ptx::laneid() % 4;
 #pragma unroll
     for (int j = kFrom; j < kTo; ++j) {
-      const auto n = *reinterpret_cast<const float4*>(own[4 * j].normaliser);  // twice, normalised delta twice
+      const auto n =
+          *reinterpret_cast<const float4*>(own[4 * j].normaliser);  // twice, normalised delta twice
       float ds[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        ds[e] = s[j][e] * fmaf(dp[j][e], e % 2 ? n.y : n.x, -(e % 2 ? n.w : n.z));
+      for (int e = 0; e < 4; ++e) ds[e] = s[j][e] * fmaf(dp[j][e], e % 2 ? n.y : n.x, -(e % 2 ? n.w : n.z));
       packed[j / 2][j % 2 * 2] = tile::pack(ds[0], ds[1], Quantized{});
       packed[j / 2][j % 2 * 2 + 1] = tile::pack(ds[2], ds[3], Quantized{});
     }
@@ -282,7 +285,7 @@ struct BackwardConsumer {
   }
 
   static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
-  static constexpr int kColumns = 2 * kNTiles, kOwned = kColumns / 8;
+  static constexpr int kColumns = 2 * kNTiles;
   using Maxima = float[kColumns];
 
   // Of each column, over this thread's two keys. Recipe fp4 quantises p itself, cudnn P.
@@ -296,7 +299,9 @@ struct BackwardConsumer {
 
   // The scales of the columns that the halving has left to this lane, for its warp: of the pairs of columns
   // (8 j + 2 (lane % 4), + 1) those of kOwned / 2 consecutive j.
-  __device__ static void share_scales(const RowPairStatistics* statistics, const Maxima& top, ColumnScale* scratch) {
+  __device__ static void share_scales(const RowPairStatistics* statistics, const Maxima& top,
+                                      ColumnScale* scratch) {
+    constexpr int kOwned = kColumns / 8;
     const int lane = ptx::laneid();
     const int first = lane / 16 * (kNTiles / 2) + lane / 8 % 2 * (kNTiles / 4) + lane / 4 % 2 * (kNTiles / 8);
     __syncwarp();  // the scales of the previous tile have been read
@@ -305,7 +310,8 @@ struct BackwardConsumer {
       const int pair = 4 * (first + i / 2) + lane % 4;
       const auto normaliser = *reinterpret_cast<const float2*>(statistics[pair].normaliser);
       constexpr bool kOfP = kRecipe == Recipe::kCudnn;
-      const tile::BlockScale x = tile::block_scale(kOfP ? top[i] * normaliser.x : top[i], kProbabilityGain<kRecipe>),
+      const tile::BlockScale x = tile::block_scale(kOfP ? top[i] * normaliser.x : top[i],
+                                                   kProbabilityGain<kRecipe>),
                              y = tile::block_scale(kOfP ? top[i + 1] * normaliser.y : top[i + 1],
                                                    kProbabilityGain<kRecipe>);
       float2 factor{x.scale * (kDvGain<T> * tile::kCodeUnit), y.scale * (kDvGain<T> * tile::kCodeUnit)};
@@ -355,15 +361,15 @@ __device__ __forceinline__ void backward_consume(const BackwardArgs& args, Backw
                  v = columns_operand(smem.v, consumer * kWarpgroupRows);
   // Half of dQ: 64 of its columns, or at head dimension 64 half of its rows.
   constexpr bool kSplitColumns = C::kHeadDim == 128;
-  const uint64_t k_rows = rows_operand<C::kTileK>(
-      reinterpret_cast<const char*>(smem.k) + (kSplitColumns ? consumer * panel_bytes(C::kTileK) : 0));
+  const uint64_t k_rows = rows_operand<C::kTileK>(reinterpret_cast<const char*>(smem.k) +
+                                                  (kSplitColumns ? consumer * panel_bytes(C::kTileK) : 0));
   const int keys_here = static_cast<int>(shape.seq_k) - here.first_key;
 
   const auto start_dq = [&](int step, float (&dq)[8][4]) {
     ptx::wgmma_fence();
     multiply<kKeySteps, C::kTileQ>(
-        dq, columns_operand(smem.grad_scores[step & 1], kSplitColumns ? 0 : consumer * kWarpgroupRows), k_rows,
-        Quantized{});
+        dq, columns_operand(smem.grad_scores[step & 1], kSplitColumns ? 0 : consumer * kWarpgroupRows),
+        k_rows, Quantized{});
     ptx::wgmma_commit_group();
   };
   const auto stage_dq = [&](int step, const float (&dq)[8][4]) {
@@ -411,7 +417,8 @@ __device__ __forceinline__ void backward_consume(const BackwardArgs& args, Backw
       own.maxima(s, top);
       own.template halve<kColumns / 2, 16>(top);
     }
-    ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));  // long done: the compiler moves nothing across
+    ptx::mbarrier_wait(smem.grad_full[stage],
+                       parity_of(step));  // long done: the compiler moves nothing across
     ptx::wgmma_wait_group<0>();
     ptx::hold(dp);
     own.template grad_scores<0, kNTiles / 2>(smem.statistics[stage], s, dp, packed);
@@ -430,8 +437,8 @@ __device__ __forceinline__ void backward_consume(const BackwardArgs& args, Backw
     ptx::wgmma_commit_group();
     // The buffer is free, and the other one complete.
     if (step > 0) ptx::mbarrier_wait(smem.grad_scores_full[(step - 1) % 2], (step - 1) / 2 & 1);
-    own.store_grad_scores({ptx::smem_addr(smem.grad_scores[step % 2]).bits + consumer * panel_bytes(C::kTileQ)},
-                          packed);
+    own.store_grad_scores(
+        {ptx::smem_addr(smem.grad_scores[step % 2]).bits + consumer * panel_bytes(C::kTileQ)}, packed);
     start_dq(step - 1, dq);
     if constexpr (Consumer::kQuantizes && !kEarlyScales) {
       typename Consumer::Maxima top;
@@ -503,31 +510,33 @@ __device__ __forceinline__ void backward_consume(const BackwardArgs& args, Backw
 }
 
 template <class C, class T, Recipe kRecipe>
-__global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(1024) unsigned char raw[];
   auto& smem = *reinterpret_cast<BackwardSmem<C, T>*>(raw);
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // known to be the same in a warp
+  const int warpgroup =
+      __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // known to be the same in a warp
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(smem.kv_full, 1);
     for (int i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(smem.q_full[i], 1), ptx::mbarrier_init(smem.q_empty[i], C::kConsumers * kWarpgroup);
-      ptx::mbarrier_init(smem.grad_full[i], 1), ptx::mbarrier_init(smem.grad_empty[i], (C::kConsumers * kWarpgroup / 32));
+      ptx::mbarrier_init(smem.q_full[i], 1), ptx::mbarrier_init(smem.q_empty[i], kConsumers * kWarpgroup);
+      ptx::mbarrier_init(smem.grad_full[i], 1), ptx::mbarrier_init(smem.grad_empty[i], kConsumerWarps);
     }
-    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(smem.grad_scores_full[i], (C::kConsumers * kWarpgroup / 32));
-    for (int half = 0; half < C::kConsumers; ++half) {
-      for (int adder = 0; adder < kAdders; ++adder) ptx::mbarrier_init(smem.dq_full[adder][half], kWarpgroup / 32);
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(smem.grad_scores_full[i], kConsumerWarps);
+    for (int half = 0; half < kConsumers; ++half) {
+      for (int adder = 0; adder < kAdders; ++adder)
+        ptx::mbarrier_init(smem.dq_full[adder][half], kWarpgroup / 32);
       ptx::mbarrier_init(smem.dq_empty[half], 1);
     }
     ptx::fence_mbarrier_init();
   }
   // Step 0 multiplies the dS of a step before it, and drops the result.
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(smem.grad_scores[1]) / sizeof(uint4)); i += C::kThreads)
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(smem.grad_scores[1]) / sizeof(uint4)); i += kThreads)
     reinterpret_cast<uint4*>(smem.grad_scores[1])[i] = uint4{};
   ptx::fence_proxy_async();
   __syncthreads();
   const BackwardPlace<C> here(args, blockIdx.x);
   if (warpgroup == 0) {
-    ptx::give_registers<C::kProducerRegisters>();
+    ptx::give_registers<kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x % 32 != 0) return;
     if (warp == 0)
@@ -535,7 +544,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
     else if (warp <= kAdders)
       backward_add<C, T>(args, smem, here, warp - 1);
   } else {
-    ptx::take_registers<C::kConsumerRegisters>();
+    ptx::take_registers<kConsumerRegisters>();
     backward_consume<C, T, kRecipe>(args, smem, here, warpgroup - 1);
   }
 }
@@ -550,7 +559,8 @@ cudaError_t launch(const BackwardParams& p, const RowPairStatistics* statistics,
   args.tiles_k = static_cast<int>((s.seq_k + C::kTileK - 1) / C::kTileK);
   args.scale_log2 = p.softmax_scale * kLog2e;
   cudaError_t status = cudaSuccess;
-  const auto map = [&](CUtensorMap* to, const View& x, int64_t heads, int64_t rows, int box_rows, DType dtype) {
+  const auto map = [&](CUtensorMap* to, const View& x, int64_t heads, int64_t rows, int box_rows,
+                       DType dtype) {
     if (status == cudaSuccess) status = rows_map(to, x, s.batch, heads, rows, s.head_dim, box_rows, dtype);
   };
   map(&args.q, p.q, s.heads_q, s.seq_q, C::kTileQ, DType::kBFloat16);
@@ -558,7 +568,7 @@ cudaError_t launch(const BackwardParams& p, const RowPairStatistics* statistics,
   map(&args.k, p.k, s.heads_kv, s.seq_k, C::kTileK, DType::kBFloat16);
   map(&args.v, p.v, s.heads_kv, s.seq_k, C::kTileK, p.dtype);
   if (status != cudaSuccess) return status;
-  return launch_tiles<C, BackwardSmem<C, T>>(backward_kernel<C, T, kRecipe>, args,
+  return launch_tiles<BackwardSmem<C, T>>(backward_kernel<C, T, kRecipe>, args,
                                           args.tiles_k * s.batch * s.heads_kv, stream);
 }
 
@@ -575,7 +585,7 @@ cudaError_t launch_recipe(const BackwardParams& p, const RowPairStatistics* stat
 
 template <class T>
 cudaError_t launch_head_dim(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
-                          cudaStream_t stream) {
+                            cudaStream_t stream) {
   if (p.shape.head_dim == 64) return launch_recipe<BackwardConfig<64>, T>(p, statistics, dq, stream);
   return launch_recipe<BackwardConfig<128>, T>(p, statistics, dq, stream);
 }
@@ -583,7 +593,7 @@ cudaError_t launch_head_dim(const BackwardParams& p, const RowPairStatistics* st
 }  // namespace
 
 cudaError_t launch_backward(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
-                          cudaStream_t stream) {
+                            cudaStream_t stream) {
   return p.dtype == DType::kFloat16 ? launch_head_dim<__half>(p, statistics, dq, stream)
                                     : launch_head_dim<__nv_bfloat16>(p, statistics, dq, stream);
 }

@@ -9,15 +9,12 @@ inline constexpr int kWarpgroup = 128;         // threads
 inline constexpr int kWarpgroupRows = 64;      // of a wgmma accumulator
 inline constexpr int kSmemLimit = 227 * 1024;  // of a thread block on compute capability 9.0
 
-// A thread block: one warpgroup that feeds, and kConsumers_ that multiply and take over most of its registers.
-template <int kConsumers_>
-struct Roles {
-  static constexpr int kConsumers = kConsumers_, kThreads = (1 + kConsumers) * kWarpgroup;
-  static constexpr int kRegistersAtLaunch = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kRegistersAtLaunch);
-};
+// A thread block: one warpgroup that feeds, and two that multiply and take over most of its registers.
+inline constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup,
+                     kConsumerWarps = kConsumers * kWarpgroup / 32;
+inline constexpr int kRegistersAtLaunch = 65536 / kThreads / 8 * 8;
+inline constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kRegistersAtLaunch);
 
 // Named barriers; 0 is __syncthreads().
 inline constexpr int kTurnBarrier = 1;  // + consumer: forward, whose matrix products are next
@@ -27,13 +24,12 @@ template <Recipe kRecipe>
 inline constexpr float kProbabilityGain = 1 << probability_gain(kRecipe);
 
 template <int kHeadDim_>
-struct ForwardConfig : Roles<2> {
-  static constexpr int kHeadDim = kHeadDim_, kTileQ = ForwardConfig::kConsumers * kWarpgroupRows,
-                       kTileK = 128, kStages = 2;
+struct ForwardConfig {
+  static constexpr int kHeadDim = kHeadDim_, kTileQ = kConsumers * kWarpgroupRows, kTileK = 128, kStages = 2;
 };
 
 template <int kHeadDim_>
-struct BackwardConfig : Roles<2> {
+struct BackwardConfig {
   static constexpr int kHeadDim = kHeadDim_, kTileQ = kHeadDim == 64 ? 128 : 64,
                        kTileK = kConsumers * kWarpgroupRows, kStages = 2;
 };

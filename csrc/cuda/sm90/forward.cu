@@ -3,11 +3,12 @@
 //
 //   S = Q^ K^^T   p = exp2(t - E)   O_hp += p V^   O += P^ V^ with P^ = p quantised along keys
 //
-// One step of a warpgroup, the other half a step behind: while one is in the softmax, the other keeps the tensor cores
-// busy.
+// One step of a consumer where P is quantised: the products of the tile's first 64 keys run under the softmax of the
+// others. Nothing is in flight from one step to the next; the other consumer, half a step away, fills the gaps. Two
+// consumers with one block to a row (fp4_qk), or with 64 columns, take turns at the tensor cores instead.
 //
-//   consumer 0   S wait | softmax, quantise      | O_hp, O wait S wait | softmax, quantise ...
-//   consumer 1   ... O wait S wait | softmax, quantise      | O_hp, O wait S wait | ...
+//   tensor cores   S      |                         | O_hp, O (keys 0-63)       | O_hp, O (keys 64-127), row sums
+//   CUDA cores            | E, p and P^ (keys 0-63) | p and P^ (keys 64-127)    |
 //
 // Where P is quantised, keys are interleaved by the tensor map (tensor_map.h), so that a thread holds whole blocks of
 // 16 keys of a row: no shuffles, and a block's maximum falls out of the row maximum. S is turned in place into the two
@@ -121,14 +122,15 @@ __device__ __forceinline__ void forward_produce(const ForwardArgs& args, Forward
 }
 
 constexpr float kNegativeInfinity = -__builtin_inff();
-constexpr float kNoExponent = -3.402823466e38f;  // of a row that has seen no key: finite, so that exp2(-inf - E) is 0
+constexpr float kNoExponent =
+    -3.402823466e38f;  // of a row that has seen no key: finite, so that exp2(-inf - E) is 0
 
 template <class C, class T, Recipe kRecipe, bool kTraining>
 struct ForwardConsumer {
   static constexpr int kNTiles = C::kTileK / 8, kDTiles = C::kHeadDim / 8, kKeySteps = C::kTileK / 16;
   static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
   static constexpr bool kHighPrecision = kTraining || !kQuantizes;  // P itself is multiplied
-  static constexpr int kBlocks = kQuantizes ? C::kTileK / 64 : 1;  // of 16 keys, of a thread's row
+  static constexpr int kBlocks = kQuantizes ? C::kTileK / 64 : 1;   // of 16 keys, of a thread's row
   using Packed = uint32_t[kKeySteps][4];
 
   float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kHighPrecision ? kDTiles : 1][4];
@@ -178,7 +180,8 @@ struct ForwardConsumer {
       for (int block = 0; block < kBlocks; ++block) {
         float top[kTiles];  // a tree: fmaxf in a row would wait for itself
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j) top[j] = fmaxf(s[block * kTiles + j][2 * r], s[block * kTiles + j][2 * r + 1]);
+        for (int j = 0; j < kTiles; ++j)
+          top[j] = fmaxf(s[block * kTiles + j][2 * r], s[block * kTiles + j][2 * r + 1]);
         top_of<kTiles>(top);
         block_max[r][block] = __fmul_rn(top[0], scale_log2);
       }
@@ -200,7 +203,8 @@ struct ForwardConsumer {
     }
     if (kRecipe != Recipe::kCudnn && __any_sync(0xffffffffu, grew)) {  // cudnn: nothing is summed yet
 #pragma unroll
-      for (int r = 0; r < 2; ++r) rescale(r, next[r] == exponent[r] ? 1.0f : ptx::ex2_approx_ftz(exponent[r] - next[r]));
+      for (int r = 0; r < 2; ++r)
+        rescale(r, next[r] == exponent[r] ? 1.0f : ptx::ex2_approx_ftz(exponent[r] - next[r]));
     }
     exponent[0] = next[0], exponent[1] = next[1];
   }
@@ -217,33 +221,34 @@ struct ForwardConsumer {
   }
 
   // One block of s becomes p, packed as the left operands of p V^ and, quantised with a gain of 2^k left in, of P^ V^.
-  template <int block, class Boundary>
-  __device__ void probabilities(float (&s)[kNTiles][4], float scale_log2, const float (&block_max)[2][kBlocks],
-                                Packed& p, Packed& quantized, Boundary boundary) {
+  template <int kBlock, class Boundary>
+  __device__ void probabilities(float (&s)[kNTiles][4], float scale_log2,
+                                const float (&block_max)[2][kBlocks], Packed& p, Packed& quantized,
+                                Boundary boundary) {
     constexpr float kGain = kProbabilityGain<kRecipe>;
     constexpr int kTiles = kNTiles / kBlocks;
-    {
-      tile::BlockScale scale[2];
-      if constexpr (kQuantizes)
-        for (int r = 0; r < 2; ++r)
-          scale[r] = tile::block_scale(ptx::ex2_approx_ftz(block_max[r][block] - exponent[r]), kGain);
+    tile::BlockScale scale[2];
+    if constexpr (kQuantizes)
+      for (int r = 0; r < 2; ++r)
+        scale[r] = tile::block_scale(ptx::ex2_approx_ftz(block_max[r][kBlock] - exponent[r]), kGain);
 #pragma unroll
-      for (int j = block * kTiles; j < (block + 1) * kTiles; ++j) {
+    for (int j = kBlock * kTiles; j < (kBlock + 1) * kTiles; ++j) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float &p0 = s[j][2 * r], &p1 = s[j][2 * r + 1];
-          p0 = ptx::ex2_approx_ftz(__fmul_rn(p0, scale_log2) - exponent[r]);
-          p1 = ptx::ex2_approx_ftz(__fmul_rn(p1, scale_log2) - exponent[r]);
-          row_sum[r] += p0;
-          row_sum[r] += p1;
-          if constexpr (kHighPrecision) p[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
-          if constexpr (kQuantizes) {
-            tile::quantize_pair_in_units(p0, p1, scale[r].reciprocal, scale[r].scale * (kGain * tile::kCodeUnit));
-            quantized[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
-          }
+      for (int r = 0; r < 2; ++r) {
+        float &p0 = s[j][2 * r], &p1 = s[j][2 * r + 1];
+        p0 = ptx::ex2_approx_ftz(__fmul_rn(p0, scale_log2) - exponent[r]);
+        p1 = ptx::ex2_approx_ftz(__fmul_rn(p1, scale_log2) - exponent[r]);
+        row_sum[r] += p0;
+        row_sum[r] += p1;
+        if constexpr (kHighPrecision) p[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
+        if constexpr (kQuantizes) {
+          tile::quantize_pair_in_units(p0, p1, scale[r].reciprocal,
+                                       scale[r].scale * (kGain * tile::kCodeUnit));
+          quantized[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
         }
-        if (C::kHeadDim == 128 && block == 0 && kBlocks > 1 && j % 2 == 1) boundary();
       }
+      // Else the compiler would take up so much at once that registers spill.
+      if (C::kHeadDim == 128 && kBlock == 0 && kBlocks > 1 && j % 2 == 1) boundary();
     }
   }
 
@@ -262,7 +267,8 @@ struct ForwardConsumer {
       if (lane % 4 != 0 || row >= p.shape.seq_q) continue;
       const int64_t at = (here.b * p.shape.heads_q + here.h) * p.shape.seq_q + row;
       if (p.lse) p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
-      if (p.row_exponent) p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
+      if (p.row_exponent)
+        p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
     }
     if constexpr (kTraining)
       store_rows<C::kHeadDim, T>(p.high_precision_out, here.b, here.h, first_row, p.shape.seq_q,
@@ -281,13 +287,14 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
   using Consumer = ForwardConsumer<C, T, kRecipe, kTraining>;
   const ForwardParams& p = args.p;
   const int seq_k = static_cast<int>(p.shape.seq_k);
-  const int all_visible = p.causal ? min(here.first_row + consumer * kWarpgroupRows + 1 + here.offset, seq_k) : seq_k;
+  const int all_visible =
+      p.causal ? min(here.first_row + consumer * kWarpgroupRows + 1 + here.offset, seq_k) : seq_k;
   const uint64_t q = columns_operand(smem.q, consumer * kWarpgroupRows);
   const auto leader = [] { return ptx::laneid() == 0; };
   Consumer own;
-  // Two consumers either take turns at the tensor cores or, where there are two blocks to a row, start the products of
-  // the first block before the softmax of the second; three fill each other's gaps.
+  // With two blocks to a row the products of the first start before the softmax of the second.
   constexpr bool kHalves = Consumer::kBlocks == 2, kTakesTurns = !kHalves || C::kHeadDim == 64;
+  // Found anew where it is needed: in a register it would be one too many.
   const auto consumer_again = [] { return static_cast<int>(ptx::tid_x() / kWarpgroup) - 1; };
   const auto start_scores = [&](int use, float (&s)[Consumer::kNTiles][4]) {
     const int stage = stage_of<C::kStages>(use);
@@ -304,7 +311,8 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
     const int from = j * C::kTileK;
     if (from > all_visible - C::kTileK) {
       const ForwardPlace<C> place(args, ptx::ctaid_x());
-      const int row = place.first_row + consumer * kWarpgroupRows + threadIdx.x % kWarpgroup / 32 * 16 + ptx::laneid() / 4;
+      const int row = place.first_row + consumer * kWarpgroupRows + threadIdx.x % kWarpgroup / 32 * 16 +
+                      ptx::laneid() / 4;
       const int end = static_cast<int>(p.shape.seq_k) - from, diagonal = row + 1 + place.offset - from;
       own.mask(s, {p.causal ? min(end, diagonal) : end, p.causal ? min(end, diagonal + 8) : end});
     }
@@ -320,18 +328,20 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
       own.raise_exponents(block_max);
     }
   if (kTakesTurns && consumer == 1 && here.tiles_k > 0)
-    ptx::named_barrier_arrive<C::kConsumers * kWarpgroup>(kTurnBarrier);
+    ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier);
   for (int j = 0; j < here.tiles_k; ++j) {
     float s[Consumer::kNTiles][4], block_max[2][Consumer::kBlocks];
-    if (kTakesTurns && j == 0) ptx::named_barrier_sync<C::kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
+    if (kTakesTurns && j == 0)
+      ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
     const int use = kRecipe == Recipe::kCudnn ? here.tiles_k + j : j;
     start_scores(use, s);
-    if (kTakesTurns) ptx::named_barrier_arrive<C::kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
+    if (kTakesTurns)
+      ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
     finish_scores(j, use, s);
     own.block_maxima(s, args.scale_log2, block_max);
     if constexpr (kRecipe != Recipe::kCudnn) own.raise_exponents(block_max);
     typename Consumer::Packed packed, quantized;
-    const auto boundary = [&] {
+    const auto boundary = [&] {  // long done: the compiler moves nothing across
       ptx::mbarrier_wait(smem.v_full[stage_of<C::kStages>(j)], parity_of<C::kStages>(j));
     };
     const int stage = stage_of<C::kStages>(j);
@@ -340,7 +350,8 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
     const auto start_outputs = [&](auto from, auto to) {
       constexpr int kFrom = decltype(from)::value, kTo = decltype(to)::value;
       ptx::wgmma_fence();
-      if constexpr (Consumer::kHighPrecision) multiply_add<kFrom, kTo>(own.high_precision_out, packed, values, T{});
+      if constexpr (Consumer::kHighPrecision)
+        multiply_add<kFrom, kTo>(own.high_precision_out, packed, values, T{});
       if constexpr (Consumer::kQuantizes) multiply_add<kFrom, kTo>(own.out, quantized, values, T{});
       if constexpr (Consumer::kHighPrecision && kTo == Consumer::kKeySteps) {
 #pragma unroll
@@ -353,13 +364,14 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
     constexpr int kSteps = Consumer::kKeySteps / Consumer::kBlocks;
     own.template probabilities<0>(s, args.scale_log2, block_max, packed, quantized, boundary);
     ptx::mbarrier_wait(smem.v_full[stage], parity_of<C::kStages>(j));
-    if (kTakesTurns) ptx::named_barrier_sync<C::kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
+    if (kTakesTurns) ptx::named_barrier_sync<kConsumers * kWarpgroup>(kTurnBarrier + consumer_again());
     if constexpr (kHalves) start_outputs(integral_constant<int, 0>{}, integral_constant<int, kSteps>{});
     if constexpr (Consumer::kBlocks > 1)
       own.template probabilities<1>(s, args.scale_log2, block_max, packed, quantized, boundary);
-    start_outputs(integral_constant<int, kHalves ? kSteps : 0>{}, integral_constant<int, Consumer::kKeySteps>{});
+    start_outputs(integral_constant<int, kHalves ? kSteps : 0>{},
+                  integral_constant<int, Consumer::kKeySteps>{});
     if (kTakesTurns && j + 1 == here.tiles_k && consumer == 0)
-      ptx::named_barrier_arrive<C::kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
+      ptx::named_barrier_arrive<kConsumers * kWarpgroup>(kTurnBarrier + (consumer_again() ^ 1));
     ptx::wgmma_wait_group<0>();
     if constexpr (Consumer::kHighPrecision) {
       ptx::hold(own.high_precision_out);
@@ -375,28 +387,29 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
 }
 
 template <class C, class T, Recipe kRecipe, bool kTraining>
-__global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(1024) unsigned char raw[];
   auto& smem = *reinterpret_cast<ForwardSmem<C, T>*>(raw);
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // known to be the same in a warp
+  const int warpgroup =
+      __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // known to be the same in a warp
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(smem.q_full, 1);
     for (int i = 0; i < C::kStages; ++i) {
       ptx::mbarrier_init(smem.k_full[i], 1), ptx::mbarrier_init(smem.v_full[i], 1);
-      ptx::mbarrier_init(smem.k_empty[i], C::kConsumers * kWarpgroup / 32);
-      ptx::mbarrier_init(smem.v_empty[i], C::kConsumers * kWarpgroup / 32);
+      ptx::mbarrier_init(smem.k_empty[i], kConsumerWarps);
+      ptx::mbarrier_init(smem.v_empty[i], kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
-  for (int i = threadIdx.x; i < 8 * kPanelColumns; i += C::kThreads) smem.ones[i] = T(1.0f);
+  for (int i = threadIdx.x; i < 8 * kPanelColumns; i += kThreads) smem.ones[i] = T(1.0f);
   ptx::fence_proxy_async();
   __syncthreads();
   const ForwardPlace<C> here(args, blockIdx.x);
   if (warpgroup == 0) {
-    ptx::give_registers<C::kProducerRegisters>();
+    ptx::give_registers<kProducerRegisters>();
     if (threadIdx.x == 0) forward_produce<C, T, kRecipe>(args, smem, here);
   } else {
-    ptx::take_registers<C::kConsumerRegisters>();
+    ptx::take_registers<kConsumerRegisters>();
     forward_consume<C, T, kRecipe, kTraining>(args, smem, here, warpgroup - 1);
   }
 }
@@ -420,7 +433,7 @@ cudaError_t launch(const ForwardParams& p, int64_t padded_keys, cudaStream_t str
   keys_map(&args.k, p.k, DType::kBFloat16);
   keys_map(&args.v, p.v, p.dtype);
   if (status != cudaSuccess) return status;
-  return launch_tiles<C, ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe, kTraining>, args,
+  return launch_tiles<ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe, kTraining>, args,
                                          args.tiles_q * s.batch * s.heads_q, stream);
 }
 

@@ -12,7 +12,7 @@ struct GradQuery {
   float* sums;
   int32_t* turns;  // [B, Hq, tiles of query rows]: kv tiles that have been added; deterministic only
 };
-int64_t query_tiles(const AttentionShape&);     // of a head
+int64_t query_tiles(const AttentionShape&);  // of a head
 int64_t query_tile_rows(const AttentionShape&);
 
 // sums: zero unless deterministic. turns: zero.

@@ -8,13 +8,13 @@ namespace attn_qat::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-template <class C, class Smem, class Args>
+template <class Smem, class Args>
 cudaError_t launch_tiles(void (*kernel)(Args), const Args& args, int64_t tiles, cudaStream_t stream) {
   static_assert(sizeof(Smem) <= kSmemLimit, "must fit the shared memory of compute capability 9.0");
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
   if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(tiles), C::kThreads, sizeof(Smem), stream>>>(args);
+  kernel<<<static_cast<unsigned>(tiles), kThreads, sizeof(Smem), stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kStoreThreads<C>) store_dq_kernel(const __grid
 template <class C, class T>
 cudaError_t launch(const BackwardParams& p, const GradQuery& from, cudaStream_t stream) {
   const AttentionShape& s = p.shape;
-  const StoreArgs args{p.dq,  from,           s.heads_q, s.seq_q, static_cast<int>(query_tiles(s)),
-                       p.softmax_scale, p.deterministic};
+  const StoreArgs args{
+      p.dq, from, s.heads_q, s.seq_q, static_cast<int>(query_tiles(s)), p.softmax_scale, p.deterministic};
   const auto tiles = static_cast<unsigned>(s.batch * s.heads_q * args.tiles_q);
   store_dq_kernel<C, T><<<tiles, kStoreThreads<C>, 0, stream>>>(args);
   return cudaGetLastError();

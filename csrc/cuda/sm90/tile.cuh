@@ -15,7 +15,9 @@ inline constexpr uint32_t kRowBytes = 128;  // of a panel
 __host__ __device__ constexpr uint32_t panel_bytes(int rows) { return rows * kRowBytes; }
 
 // Where columns 16 step .. 16 step + 15 (K-major) or rows 16 step .. 16 step + 15 (MN-major) of a tile start.
-__host__ __device__ constexpr uint32_t column_step(int rows, int step) { return step / 4 * panel_bytes(rows) + step % 4 * 32; }
+__host__ __device__ constexpr uint32_t column_step(int rows, int step) {
+  return step / 4 * panel_bytes(rows) + step % 4 * 32;
+}
 __host__ __device__ constexpr uint32_t row_step(int step) { return step * 16 * kRowBytes; }
 
 // Tile of kRows rows, operand of products that sum over its columns / over its rows.
@@ -44,15 +46,15 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[kTiles][4], uint6
 
 // d += A B with A in registers: all of it, or columns 16 kFrom .. 16 kTo - 1 of A.
 template <int kFrom, int kTo, int kSteps, int kTiles, class T>
-__device__ __forceinline__ void multiply_add(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint64_t b,
-                                             T) {
+__device__ __forceinline__ void multiply_add(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4],
+                                             uint64_t b, T) {
 #pragma unroll
   for (int step = kFrom; step < kTo; ++step)
     ptx::wgmma<1>(d, a[step], ptx::advance(b, row_step(step)), true, T{});
 }
 template <int kSteps, int kTiles, class T>
-__device__ __forceinline__ void multiply_add(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], uint64_t b,
-                                             T) {
+__device__ __forceinline__ void multiply_add(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4],
+                                             uint64_t b, T) {
   multiply_add<0, kSteps>(d, a, b, T{});
 }
 
@@ -61,7 +63,8 @@ template <int kSteps, int kRowsA, int kTiles, class T>
 __device__ __forceinline__ void multiply(float (&d)[kTiles][4], uint64_t a, uint64_t b, T) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
-    ptx::wgmma<1>(d, ptx::advance(a, column_step(kRowsA, step)), ptx::advance(b, row_step(step)), step > 0, T{});
+    ptx::wgmma<1>(d, ptx::advance(a, column_step(kRowsA, step)), ptx::advance(b, row_step(step)), step > 0,
+                  T{});
 }
 
 // Stores an accumulator's rows times `scale`, those below `rows`, to global memory.
@@ -81,12 +84,6 @@ __device__ __forceinline__ void store_rows(const View& view, int64_t b, int64_t 
       *reinterpret_cast<uint32_t*>(to + 8 * j) =
           tile::pack(acc[j][2 * r] * scale[r], acc[j][2 * r + 1] * scale[r], T{});
   }
-}
-
-// A row or key count relative to a tile, as an int that comparisons against tile indices can use.
-__device__ __forceinline__ int tile_limit(int64_t count) {
-  constexpr int64_t kFar = 1 << 20;
-  return static_cast<int>(min(max(count, -kFar), kFar));
 }
 
 }  // namespace attn_qat::sm90

@@ -3,11 +3,6 @@
 // Blocks of P hold values >= 0 whose scale is known before them. y = p * (1 / s) may be two last places off
 // the exact quotient, no more than ex2.approx is off in p; forward and backward take the same y and so the
 // same code. Tensors, where bits count, go through tile/quantize.cuh.
-//
-// Without hardware conversion: for any float g whose last place is the E2M1 step at y, g - RN(g - y) is y rounded to
-// that step (as in quotient.h). With u = y / 5.125 saturated to 1, g = u^2 + 0.34375 is such a float for y 2^-24: it
-// reaches 1/2 at y = 2.03 and 1 at y = 4.15, and between two steps' last common value and their next one either step
-// rounds alike. y beyond 5.125 becomes 6. Only a y on a midpoint itself may go either way (tests/cpp).
 #pragma once
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/quantize.cuh"
@@ -18,7 +13,7 @@ namespace attn_qat::tile {
 #if ATTN_QAT_HAS_E2M1
 inline constexpr float kCodeUnit = 1.0f, kSaturation = 1.0f;
 #else
-inline constexpr float kCodeUnit = 0x1p24f, kSaturation = 5.125f;
+inline constexpr float kCodeUnit = 0x1p24f, kSaturation = kE2m1Saturation;
 #endif
 
 // A block's scale s (times any power of two) and 1 / (kSaturation s) within one last place.
@@ -35,14 +30,6 @@ __device__ __forceinline__ BlockScale block_scale(float largest, float gain) {
   return s;
 }
 
-#if !ATTN_QAT_HAS_E2M1
-// The E2M1 value nearest to p / s, times 1 / kCodeUnit.
-__device__ __forceinline__ float round_e2m1(float p, float reciprocal) {
-  const float u = __saturatef(p * reciprocal), g = fmaf(u, u, 0.34375f);
-  return g - fmaf(u, -kSaturation / kCodeUnit, g);
-}
-#endif
-
 // p0, p1 (not negative) become code * factor / kCodeUnit, where factor is kCodeUnit times the block's scale times
 // whatever the caller folds in.
 __device__ __forceinline__ void quantize_pair_in_units(float& p0, float& p1, float reciprocal, float factor) {
@@ -53,8 +40,8 @@ __device__ __forceinline__ void quantize_pair_in_units(float& p0, float& p1, flo
   p0 = values.x * factor;
   p1 = values.y * factor;
 #else
-  p0 = round_e2m1(p0, reciprocal) * factor;
-  p1 = round_e2m1(p1, reciprocal) * factor;
+  p0 = round_saturated_e2m1_times_2pow_minus_24(__saturatef(p0 * reciprocal)) * factor;
+  p1 = round_saturated_e2m1_times_2pow_minus_24(__saturatef(p1 * reciprocal)) * factor;
 #endif
 }
 

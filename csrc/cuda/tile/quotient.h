@@ -41,4 +41,15 @@ ATTN_QAT_HD float round_e2m1_times_2pow_minus_22(float y, float unit = 1.0f) {
   return g - ::fmaf(y, -0x1p-22f, g);
 }
 
+// The E2M1 magnitude nearest to y = kE2m1Saturation u, times 2^-24, for u from 0 to 1: y beyond 5 is 6 already at 5.125.
+// A y on a midpoint itself may go either way.
+//
+// u^2 + 0.34375 is a float whose last place is the E2M1 step at y 2^-24, as above: it reaches 1/2 at y = 2.03 and 1 at
+// y = 4.15, and between the last common value of two steps and the next one of the larger, either rounds alike.
+inline constexpr float kE2m1Saturation = 5.125f;
+ATTN_QAT_HD float round_saturated_e2m1_times_2pow_minus_24(float u) {
+  const float g = ::fmaf(u, u, 0.34375f);
+  return g - ::fmaf(u, -kE2m1Saturation * 0x1p-24f, g);
+}
+
 }  // namespace attn_qat::tile
