@@ -59,20 +59,9 @@ struct Attention {
   std::vector<int32_t> row_exponent;
 
   Attention(const Problem& problem, Recipe r)
-      : p(problem),
-        recipe(r),
-        q(query()),
-        k(key()),
-        v(key()),
-        grad_out(query()),
-        out(query()),
-        high_precision_out(query()),
-        dq(query()),
-        dk(key()),
-        dv(key()),
-        lse(rows(), kNaN),
-        delta(rows(), kNaN),
-        row_exponent(rows(), 12345) {
+      : p(problem), recipe(r), q(query()), k(key()), v(key()), grad_out(query()), out(query()),
+        high_precision_out(query()), dq(query()), dk(key()), dv(key()), lse(rows(), kNaN),
+        delta(rows(), kNaN), row_exponent(rows(), 12345) {
     Random random(7);
     for (Operand* x : {&q, &k, &v, &grad_out}) x->set(random.normals(x->count()));
   }
@@ -89,9 +78,23 @@ struct Attention {
   }
 
   BackwardParams backward_params() {
-    return {grad_out.view(), q.view(),  k.view(),   v.view(), high_precision_out.view(), dq.view(),
-            dk.view(),       dv.view(), lse.data(), nullptr,  row_exponent.data(),       p.shape,
-            softmax_scale,   p.causal,  recipe,     p.dtype};
+    return {grad_out.view(),
+            q.view(),
+            k.view(),
+            v.view(),
+            high_precision_out.view(),
+            dq.view(),
+            dk.view(),
+            dv.view(),
+            lse.data(),
+            nullptr,
+            row_exponent.data(),
+            p.shape,
+            softmax_scale,
+            p.causal,
+            true,
+            recipe,
+            p.dtype};
   }
 
   void backward(const Executor& executor = serial_executor()) { backward(backward_params(), executor); }
