@@ -14,10 +14,6 @@
 // sums over the keys of both consumers: each stores its half transposed and multiplies all of it, for half of dQ. It
 // does so a step later, so that neither waits for the other's half.
 //
-// A block of P is the 16 keys of a warp for one query: a column, two values in each of eight lanes. A butterfly over
-// the lanes halves the columns at each step; the lane that ends with a column computes its scale once and hands it to
-// the others through a scratch of its warp.
-//
 // dQ is summed over kv tiles in global memory, in FP32, in the order in which the accumulators hold it, by bulk copies
 // that add. For the same bits on every run they go in turns: a counter for each query tile says how many kv tiles have
 // been added. A thread block waits only for blocks that started before it: kv tiles add, and start, in ascending order;
@@ -25,97 +21,15 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/ptx/bulk.cuh"
-#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/warpgroup.cuh"
-#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/backward_consumer.cuh"
 #include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/tile.cuh"
-#include "cuda/tile/probability_quantizer.cuh"
 
 namespace attn_qat::sm90 {
 namespace {
-
-struct BackwardArgs {
-  CUtensorMap q, k, v, grad_out;
-  BackwardParams p;
-  const RowPairStatistics* statistics;  // [B, Hq, tiles_q * kTileQ / 2], zero past the end
-  GradQuery dq;
-  int tiles_q, tiles_k;
-  float scale_log2;
-};
-
-// Of the block of a query and the 16 keys of a warp.
-struct alignas(8) ColumnScale {
-  float reciprocal;
-  float factor;  // what a code is multiplied by
-};
-
-constexpr int kAdders = 2;  // warps that add dQ to global memory, taking turns
-
-template <class C, class T>
-struct BackwardSmem {
-  alignas(1024) Quantized k[C::kTileK * C::kHeadDim];
-  alignas(1024) T v[C::kTileK * C::kHeadDim];
-  alignas(1024) Quantized q[C::kStages][C::kTileQ * C::kHeadDim];
-  alignas(1024) T grad_out[C::kStages][C::kTileQ * C::kHeadDim];
-  alignas(1024) Quantized grad_scores[2][C::kTileQ * C::kTileK];  // rows are queries; used in turn
-  alignas(128) float dq[kConsumers][C::kTileQ * C::kHeadDim / kConsumers];
-  alignas(128) RowPairStatistics statistics[C::kStages][C::kTileQ / 2];
-  alignas(16) ColumnScale scales[kConsumerWarps][C::kTileQ];
-  // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp; for q a consumer thread, since
-  // each has read statistics by itself.
-  uint64_t kv_full, q_full[C::kStages], q_empty[C::kStages], grad_full[C::kStages], grad_empty[C::kStages];
-  // One arrival a consumer warp, late in a step: it has stored its part of that step's dS, and no longer reads that of
-  // the step before.
-  uint64_t grad_scores_full[2];
-  // full: one arrival a warp of that consumer; one barrier for each adder. empty: the adder's arrival.
-  uint64_t dq_full[kAdders][kConsumers], dq_empty[kConsumers];
-};
-
-// P is of the order 1 / S: FP16 holds it with this gain, taken back from dV.
-template <class T>
-constexpr float kDvGain = std::is_same_v<T, __half> ? 0x1p14f : 1.0f;
-
-// The keys of a thread block, and the query tiles that see them: of `heads` heads, from first_tile on.
-template <class C>
-struct BackwardPlace {
-  int b, h_kv, h_first, heads, tile_k, first_key, offset, first_tile;
-
-  __device__ BackwardPlace(const BackwardArgs& args, uint32_t block) {
-    const AttentionShape& shape = args.p.shape;
-    const auto tiles_k = static_cast<uint32_t>(args.tiles_k),
-               heads_kv = static_cast<uint32_t>(shape.heads_kv);
-    const uint32_t head = block / tiles_k;
-    tile_k = block % tiles_k;
-    if (in_descending_turns(args)) tile_k = tiles_k - 1 - tile_k;
-    b = head / heads_kv, h_kv = head % heads_kv;
-    heads = static_cast<uint32_t>(shape.heads_q) / heads_kv, h_first = h_kv * heads;
-    first_key = tile_k * C::kTileK, offset = static_cast<int>(shape.seq_k - shape.seq_q);
-    first_tile = args.p.causal ? max(first_key - offset, 0) / C::kTileQ : 0;
-  }
-
-  // Under a causal mask the last kv tile that a query tile sees adds first: every block then starts where it is first.
-  __device__ static bool in_descending_turns(const BackwardArgs& args) {
-    return args.p.causal && args.p.deterministic;
-  }
-  // How many kv tiles add to a query tile before this one.
-  __device__ int turn(const BackwardArgs& args, int tile) const {
-    if (!in_descending_turns(args)) return tile_k;
-    return min(((tile + 1) * C::kTileQ - 1 + offset) / C::kTileK, args.tiles_k - 1) - tile_k;
-  }
-
-  // Calls body(step, head, tile) for every query tile in order.
-  template <class Body>
-  __device__ __forceinline__ void for_each_tile(int tiles_q, Body body) const {
-    int step = 0;
-    for (int h = h_first; h < h_first + heads; ++h)
-      for (int tile = first_tile; tile < tiles_q; ++tile) body(step++, h, tile);
-  }
-};
 
 template <class C, class T>
 __device__ __forceinline__ void backward_produce(const BackwardArgs& args, BackwardSmem<C, T>& smem,
@@ -196,155 +110,6 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
   });
   ptx::bulk_wait();
 }
-
-template <class C, class T, Recipe kRecipe>
-struct BackwardConsumer {
-  static constexpr int kNTiles = C::kTileQ / 8, kDTiles = C::kHeadDim / 8, kQuerySteps = C::kTileQ / 16;
-  using Scores = float[kNTiles][4];
-  using Packed = uint32_t[kQuerySteps][4];
-  float dk[kDTiles][4], dv[kDTiles][4];
-
-  __device__ BackwardConsumer() { zero(dk), zero(dv); }
-
-  // Queries of the tile before first_query[r] do not see key half r.
-  __device__ static void mask(Scores& s, const int (&first_query)[2]) {
-    const int column = ptx::laneid() % 4 * 2, first[2] = {first_query[0] - column, first_query[1] - column};
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (8 * j + e % 2 < first[e / 2]) s[j][e] = -__builtin_inff();
-  }
-
-  // Statistics of this thread's columns, 8 j + 2 (lane % 4) + 0 and 1, in registers ahead of their use: shared memory
-  // is slow to answer while the tensor cores read it.
-  struct Exponents {
-    float2 of[kNTiles];
-    __device__ void load(const RowPairStatistics* statistics) {
-#pragma unroll
-      for (int j = 0; j < kNTiles; ++j)
-        of[j] = *reinterpret_cast<const float2*>(statistics[4 * j + ptx::laneid() % 4].exponent);
-    }
-  };
-  // s becomes p = exp2(t - E).
-  __device__ static void probabilities(const Exponents& exponents, float scale_log2, Scores& s) {
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[j][e] = ptx::ex2_approx_ftz(__fmul_rn(s[j][e], scale_log2) -
-                                      (e % 2 ? exponents.of[j].y : exponents.of[j].x));
-  }
-
-  // dS of columns 8 kFrom .. 8 kTo - 1, packed as the left operand of dK.
-  template <int kFrom, int kTo>
-  __device__ static void grad_scores(const RowPairStatistics* statistics, const Scores& s, const Scores& dp,
-                                     Packed& packed) {
-    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
-#pragma unroll
-    for (int j = kFrom; j < kTo; ++j) {
-      const auto n =
-          *reinterpret_cast<const float4*>(own[4 * j].normaliser);  // twice, normalised delta twice
-      float ds[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ds[e] = s[j][e] * fmaf(dp[j][e], e % 2 ? n.y : n.x, -(e % 2 ? n.w : n.z));
-      packed[j / 2][j % 2 * 2] = tile::pack(ds[0], ds[1], Quantized{});
-      packed[j / 2][j % 2 * 2 + 1] = tile::pack(ds[2], ds[3], Quantized{});
-    }
-  }
-
-  // The 16 keys of this warp become columns 16 warp .. 16 warp + 15 of dS, which is this consumer's panel.
-  __device__ static void store_grad_scores(ptx::SmemAddr panel, const Packed& packed) {
-    const int lane = ptx::laneid(), warp = threadIdx.x % kWarpgroup / 32, row = lane / 16 * 8 + lane % 8;
-    const uint32_t at = panel.bits + row * kRowBytes + ((2 * warp + lane / 8 % 2) ^ (row % 8)) * 16;
-#pragma unroll
-    for (int step = 0; step < kQuerySteps; ++step)
-      ptx::stmatrix_x4_trans({at + step * 16 * kRowBytes}, packed[step]);
-  }
-
-  // Lanes that differ in kBit share 2 kWidth maxima; afterwards each holds kWidth of them for both.
-  template <int kWidth, int kBit, int kCount>
-  __device__ static void halve(float (&top)[kCount]) {
-    const bool upper = ptx::laneid() & kBit;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      const float low = top[i], high = top[i + kWidth], send = upper ? low : high, keep = upper ? high : low;
-      top[i] = fmaxf(keep, __shfl_xor_sync(0xffffffffu, send, kBit));
-    }
-  }
-
-  // p becomes P times the FP16 gain.
-  __device__ static void normalise(const RowPairStatistics* statistics, float gain, Scores& s) {
-    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      const auto normaliser = *reinterpret_cast<const float2*>(own[4 * j].normaliser);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[j][e] *= (e % 2 ? normaliser.y : normaliser.x) * gain;
-    }
-  }
-
-  static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
-  static constexpr int kColumns = 2 * kNTiles;
-  using Maxima = float[kColumns];
-
-  // Of each column, over this thread's two keys. Recipe fp4 quantises p itself, cudnn P.
-  __device__ static void maxima(const Scores& s, Maxima& top) {
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      top[2 * j] = fmaxf(s[j][0], s[j][2]);
-      top[2 * j + 1] = fmaxf(s[j][1], s[j][3]);
-    }
-  }
-
-  // The scales of the columns that the halving has left to this lane, for its warp: of the pairs of columns
-  // (8 j + 2 (lane % 4), + 1) those of kOwned / 2 consecutive j.
-  __device__ static void share_scales(const RowPairStatistics* statistics, const Maxima& top,
-                                      ColumnScale* scratch) {
-    constexpr int kOwned = kColumns / 8;
-    const int lane = ptx::laneid();
-    const int first = lane / 16 * (kNTiles / 2) + lane / 8 % 2 * (kNTiles / 4) + lane / 4 % 2 * (kNTiles / 8);
-    __syncwarp();  // the scales of the previous tile have been read
-#pragma unroll
-    for (int i = 0; i < kOwned; i += 2) {
-      const int pair = 4 * (first + i / 2) + lane % 4;
-      const auto normaliser = *reinterpret_cast<const float2*>(statistics[pair].normaliser);
-      constexpr bool kOfP = kRecipe == Recipe::kCudnn;
-      const tile::BlockScale x = tile::block_scale(kOfP ? top[i] * normaliser.x : top[i],
-                                                   kProbabilityGain<kRecipe>),
-                             y = tile::block_scale(kOfP ? top[i + 1] * normaliser.y : top[i + 1],
-                                                   kProbabilityGain<kRecipe>);
-      float2 factor{x.scale * (kDvGain<T> * tile::kCodeUnit), y.scale * (kDvGain<T> * tile::kCodeUnit)};
-      if constexpr (!kOfP) factor.x *= normaliser.x, factor.y *= normaliser.y;
-      *reinterpret_cast<float4*>(&scratch[2 * pair]) = {x.reciprocal, factor.x, y.reciprocal, factor.y};
-    }
-    __syncwarp();
-  }
-
-  // p becomes the left operand of dV: P, quantised by recipe.
-  __device__ static void probability_operand(const RowPairStatistics* statistics, const ColumnScale* scratch,
-                                             Scores& s, Packed& packed) {
-    if constexpr (kRecipe == Recipe::kCudnn) normalise(statistics, 1.0f, s);
-    if constexpr (kRecipe == Recipe::kFp4Qk) normalise(statistics, kDvGain<T>, s);
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      if constexpr (kQuantizes) {
-        const auto pair = *reinterpret_cast<const float4*>(&scratch[8 * j + ptx::laneid() % 4 * 2]);
-        tile::quantize_pair_in_units(s[j][0], s[j][2], pair.x, pair.y);
-        tile::quantize_pair_in_units(s[j][1], s[j][3], pair.z, pair.w);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        packed[j / 2][j % 2 * 2 + r] = tile::pack(s[j][2 * r], s[j][2 * r + 1], T{});
-    }
-  }
-
-  __device__ static void store_dq(float* half, const float (&dq)[8][4]) {
-    auto* to = reinterpret_cast<float4*>(half) + threadIdx.x % kWarpgroup;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) to[j * kWarpgroup] = {dq[j][0], dq[j][1], dq[j][2], dq[j][3]};
-  }
-};
 
 template <class C, class T, Recipe kRecipe>
 __device__ __forceinline__ void backward_consume(const BackwardArgs& args, BackwardSmem<C, T>& smem,
