@@ -10,106 +10,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import assert_close, assert_same_bits
+from convert_models import (  # noqa: F401  fixtures among them
+    ALL,
+    RECIPE,
+    WIDTH,
+    Block,
+    Call,
+    Model,
+    SelfAttention,
+    assert_all_same,
+    fake_attention,
+    gradients,
+    draw_fixture,
+    fresh_fixture,
+    make_fixture,
+    x_fixture,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import attn_qat
-
-HEADS, HEAD_DIM = 2, 64
-WIDTH = HEADS * HEAD_DIM
-RECIPE = "fp4_qk"  # causal and deterministic in each row, so that runs of different kinds can be compared
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, causal=True):
-        super().__init__()
-        self.causal = causal
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, *, attn_mask=None):
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=self.causal and attn_mask is None)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attn1 = SelfAttention()
-        self.attn2 = SelfAttention(causal=False)
-
-    def forward(self, x):
-        x = x + self.attn1(self.norm(x))
-        return x + self.attn2(self.norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self, reentrant=None):
-        super().__init__()
-        self.reentrant = reentrant
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-ALL = ["blocks.0.attn1", "blocks.0.attn2", "blocks.1.attn1", "blocks.1.attn2"]
-
-
-class Call(nn.Module):
-    """One scaled_dot_product_attention call."""
-
-    def forward(self, *args, **kwargs):
-        return F.scaled_dot_product_attention(*args, **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def make(device):
-    return lambda cls=Model, *args, **kwargs: cls(*args, **kwargs).to(device, torch.bfloat16)
-
-
-@pytest.fixture
-def draw(device):
-    generator = torch.Generator().manual_seed(1)
-    return lambda *shape: torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
-
-
-@pytest.fixture
-def x(draw):
-    return draw(2, 40, WIDTH)
-
-
-def fake_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
-    """What a replaced call must compute, for patching torch.nn.functional."""
-    assert attn_mask is None and dropout_p == 0.0
-    return attn_qat.attention(query, key, value, is_causal=is_causal, softmax_scale=scale, recipe=RECIPE)
-
-
-def gradients(model, x):
-    x = x.detach().requires_grad_()
-    model.zero_grad()
-    out = model(x)
-    out.float().square().mean().backward()
-    return out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())
-
-
-def assert_all_same(got, want):
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert_same_bits(a, b, str(i))
-
 
 # --- Replaced calls -----------------------------------------------------------------------------------------
 
@@ -515,123 +435,6 @@ def test_recomputation_in_the_backward_is_replaced_too(modules, reentrant, make,
         for a, b in zip(gradients(compiled, x), want, strict=True):
             assert_close(a, b, 3e-2)
     conversion.undo()
-
-
-# --- nn.MultiheadAttention and nn.Transformer* --------------------------------------------------------------
-
-MULTI_HEAD = {
-    "self": (dict(batch_first=True), "xxx", {}),
-    "causal": (dict(batch_first=True), "xxx", {"attn_mask": "causal", "is_causal": True}),
-    "sequence first": (dict(), "xxx", {}),
-    "cross": (dict(batch_first=True), "xyy", {}),
-    "own widths": (dict(batch_first=True, kdim=WIDTH, vdim=32), "xyz", {}),
-    "no bias": (dict(batch_first=True, bias=False), "xyy", {}),
-}
-
-
-@pytest.mark.parametrize("options, inputs, call", MULTI_HEAD.values(), ids=MULTI_HEAD.keys())
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_multi_head_attention(training, options, inputs, call, make, draw, device, monkeypatch):
-    attention = make(nn.MultiheadAttention, WIDTH, HEADS, **options).train(training)
-    tensors = {"x": draw(2, 24, WIDTH), "y": draw(2, 24, WIDTH), "z": draw(2, 24, 32)}
-    arguments = [tensors[name] for name in inputs]
-    if "attn_mask" in call:
-        call = {
-            **call,
-            "attn_mask": nn.Transformer.generate_square_subsequent_mask(24, device, torch.bfloat16),
-        }
-    with torch.set_grad_enabled(training):
-        with attn_qat.convert(attention, recipe=RECIPE) as conversion:
-            out, weights = attention(*arguments, need_weights=False, **call)
-        assert conversion.replaced == [""] and weights is None
-        monkeypatch.setattr(F, "scaled_dot_product_attention", fake_attention)
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            want = attention(*arguments, need_weights=False, **call)[0]
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
-    assert_same_bits(out, want)
-
-
-def test_multi_head_attention_without_a_batch(make, draw):
-    attention, x = make(nn.MultiheadAttention, WIDTH, HEADS), draw(24, WIDTH)
-    with attn_qat.convert(attention, recipe=RECIPE):
-        out = attention(x, x, x, need_weights=False)[0]
-        assert_same_bits(out, attention(*[x[:, None]] * 3, need_weights=False)[0][:, 0])
-
-
-MULTI_HEAD_REFUSED = {
-    "weights": ({}, {"need_weights": True}, "need_weights is True, takes False"),
-    "padding": ({}, {"key_padding_mask": (2, 24)}, "key_padding_mask is given"),
-    "mask": ({}, {"attn_mask": (24, 24)}, "attn_mask is given without is_causal=True"),
-    "dropout": ({"dropout": 0.5}, {}, "dropout is 0.5 in training"),
-    "bias_kv": ({"add_bias_kv": True}, {}, "add_bias_kv or add_zero_attn is set"),
-    "zero": ({"add_zero_attn": True}, {}, "add_bias_kv or add_zero_attn is set"),
-}
-
-
-@pytest.mark.parametrize("options, call, reason", MULTI_HEAD_REFUSED.values(), ids=MULTI_HEAD_REFUSED.keys())
-def test_multi_head_attention_refuses_with_the_reason(options, call, reason, make, draw, device):
-    attention, x = make(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True, **options), draw(2, 24, WIDTH)
-    shaped = {
-        name: torch.zeros(s, dtype=torch.bool, device=device)
-        for name, s in call.items()
-        if name != "need_weights"
-    }
-    call = {"need_weights": False, **call, **shaped}
-    with attn_qat.convert(attention), pytest.raises(ValueError, match=reason):
-        attention(x, x, x, **call)
-    torch.manual_seed(0)
-    want = attention(x, x, x, **call)[0]
-    torch.manual_seed(0)
-    with attn_qat.convert(attention, unsupported="leave") as conversion:
-        assert_same_bits(attention(x, x, x, **call)[0], want)
-    assert reason.split(",")[0] in conversion.left[""][0]
-
-
-NAMED = "*.self_attn"
-
-
-@pytest.mark.parametrize("modules", [NAMED, None, "layers.1", "layers.1.self_attn"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_encoder_is_converted_also_where_torch_would_fuse_it(training, modules, make, x):
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, dropout=0.0)
-    encoder = make(nn.TransformerEncoder, layer, 2).train(training)
-    with torch.set_grad_enabled(training):
-        plain = encoder(x)
-        with attn_qat.convert(encoder, recipe=RECIPE, modules=modules) as conversion:
-            out = encoder(x)
-            compiled = (
-                torch.compile(encoder, backend="aot_eager", fullgraph=True)(x) if modules == NAMED else out
-            )
-    first = [] if modules and "1" in modules else ["layers.0.self_attn"]
-    assert conversion.replaced == [*first, "layers.1.self_attn"]
-    assert not torch.equal(out, plain)
-    assert_close(out, plain, 5e-2)
-    assert_close(compiled, out, 1e-2)
-
-
-def test_encoder_with_padding_is_refused_not_fused(make, x, device):
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
-    encoder, padding = (
-        make(nn.TransformerEncoder, layer, 1).eval(),
-        torch.zeros(2, 40, dtype=torch.bool, device=device),
-    )
-    padding[:, 30:] = True
-    with torch.no_grad(), attn_qat.convert(encoder, modules="*.self_attn"):
-        with pytest.raises(ValueError, match="'layers.0.self_attn': key_padding_mask is given"):
-            encoder(x, src_key_padding_mask=padding)
-
-
-def test_decoder_with_cross_attention(make, x, draw):
-    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, dropout=0.0)
-    decoder, memory = make(nn.TransformerDecoder, layer, 1), draw(2, 24, WIDTH)
-    mask = nn.Transformer.generate_square_subsequent_mask(40, x.device, x.dtype)
-    plain = decoder(x, memory, tgt_mask=mask, tgt_is_causal=True)
-    with attn_qat.convert(decoder, recipe=RECIPE) as conversion:
-        out = decoder(x, memory, tgt_mask=mask, tgt_is_causal=True)
-    assert conversion.replaced == ["layers.0.self_attn", "layers.0.multihead_attn"]
-    assert_close(out, plain, 5e-2)
 
 
 # --- Beside torchao -----------------------------------------------------------------------------------------

@@ -49,7 +49,9 @@ def test_explain_takes_forward_or_backward(device):
 
 def test_a_family_can_be_switched_off(hopper, monkeypatch):
     monkeypatch.setenv("ATTN_QAT_KERNELS", "mma_sync")
-    assert attn_qat.explain("forward", *tensors(hopper)) == "mma_sync (sm90: switched off by ATTN_QAT_KERNELS)"
+    assert (
+        attn_qat.explain("forward", *tensors(hopper)) == "mma_sync (sm90: switched off by ATTN_QAT_KERNELS)"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -112,7 +114,13 @@ def test_a_thousand_random_problems_against_the_portable_kernels(hopper, monkeyp
         for name, x, y in zip(("out", "high_precision_out", "dq", "dk", "dv"), got, want, strict=True):
             error = (x.float() - y.float()).norm() / y.float().norm().clamp_min(1e-3)
             worst = max(worst, error.item())
-            assert error < 2 * RELATIVE, (trial, name, error.item(), [tuple(t.shape) for t in problem[:2]], problem[4])
+            assert error < 2 * RELATIVE, (
+                trial,
+                name,
+                error.item(),
+                [tuple(t.shape) for t in problem[:2]],
+                problem[4],
+            )
     assert worst > 0  # the two families did run
 
 
@@ -148,7 +156,9 @@ def test_unordered_gradients_are_as_close(device, head_dim):
 
 
 def test_attention_passes_deterministic_to_its_gradient(device, monkeypatch):
-    q, k, v = (torch.randn(1, 2, 40, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 40, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
     seen = []
     original = torch.ops.attn_qat.backward
     monkeypatch.setattr(
@@ -158,3 +168,16 @@ def test_attention_passes_deterministic_to_its_gradient(device, monkeypatch):
         attn_qat.attention(q, k, v, deterministic=deterministic).sum().backward()
     attn_qat.Attention(deterministic=False)(q, k, v).sum().backward()
     assert seen == [True, False, False]
+
+
+def test_unordered_into_the_callers_tensors(device):
+    """backward.out takes the option too."""
+    case = make_case(Shape(1, 2, 2, 200, 300, 64), device)
+    saved = case.forward("fp4")
+    want = case.backward("fp4", saved)
+    got = {name: torch.full_like(x, torch.nan) for name, x in zip(("dq", "dk", "dv"), want, strict=True)}
+    size = attn_qat.backward_workspace_bytes(case.q, case.k)
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    attn_qat.backward_out(*case.backward_args("fp4", saved), workspace, **got, deterministic=False)
+    for (name, x), y in zip(got.items(), want, strict=True):
+        assert_close(x, y, name=name)
