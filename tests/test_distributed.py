@@ -1,8 +1,7 @@
 """Sharded tensors: rules that need no communication on batch and heads, FSDP2, checkpointing, Ulysses.
 
-Two processes with gloo; with `--device cuda` two GPUs with NCCL. Larger meshes are checked for placements
-only, on
-torch's fake process group."""
+Two processes with gloo; with `--device cuda` two GPUs with NCCL. The functions check_* assert on each rank, and
+`ranks.run` raises what they found. Larger meshes are checked for placements only, on torch's fake process group."""
 
 import os
 import subprocess
@@ -63,6 +62,16 @@ def assert_sharded(got, want, dim) -> None:
     """got is a DTensor sharded on dim (None: replicated) with the bits of want."""
     assert got.placements == (placement(dim),), got.placements
     assert_same_bits(got.full_tensor(), want)
+
+
+def check_that_fails(mesh, rank):
+    assert mesh.get_rank() != rank, "found wrong"
+
+
+@pytest.mark.parametrize("rank", range(COUNT))
+def test_what_one_rank_finds_wrong_is_raised_here(rank, ranks):
+    with pytest.raises(AssertionError, match=rf"rank {rank}: (?s:.*)found wrong"):
+        ranks.run(check_that_fails, rank)
 
 
 # --- attention ----------------------------------------------------------------------------------------------
