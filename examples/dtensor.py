@@ -63,6 +63,7 @@ def main() -> None:
             end="",
         )
         print(f"gradient within {grad_error:.1e}")
+    dist.barrier()  # docs/distributed.md, "Leaving"
 
 
 def start(rank: int, ranks: int, rendezvous: str) -> None:

@@ -12,6 +12,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group is made: docs/distributed.md, "Leaving"
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import attn_qat

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group is made: docs/distributed.md, "Leaving"
 
 COUNT = 2
 PATIENCE = 120  # seconds, for a check and for a rank that waits for the other

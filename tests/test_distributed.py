@@ -330,6 +330,29 @@ def test_the_examples_run(name, says):
     assert last.startswith("2 ranks") and says in last
 
 
+LEAVE = """
+import sys
+from pathlib import Path
+import torch, ulysses
+
+def start(rank, rendezvous):
+    ulysses.start(rank, 2, rendezvous)
+    print([Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()])
+
+torch.multiprocessing.start_processes(start, args=sys.argv[1:], nprocs=2, start_method="fork")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at the threads in /proc")
+def test_no_thread_outlives_the_group(tmp_path):
+    """One that still frees tensors while Python exits ends the process with std::terminate."""
+    command = [sys.executable, "-c", LEAVE, str(tmp_path / "rendezvous")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=EXAMPLES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("python") == 2 and "gloo" not in done.stdout
+
+
 # --- larger meshes, on torch's fake process group
 # ------------------------------------------------------------
 
