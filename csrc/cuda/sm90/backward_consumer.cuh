@@ -1,161 +1,194 @@
-// What a consumer of the fused backward computes in registers: softmax, dS, the quantiser of P, and how dS and dQ are
-// laid down in shared memory. A block of P is the 16 keys of a warp for one query: a column, two values in each of
-// eight lanes. A butterfly over the lanes halves the columns at each step; the lane that ends with a column computes its
-// scale once and hands it to the others through a scratch of its warp.
+// A consumer warpgroup of the fused backward: its 64 keys, and the parts of a step (backward.cu draws one).
 #pragma once
-#include "cuda/ptx/math.cuh"
-#include "cuda/sm90/backward_plan.cuh"
-#include "cuda/tile/probability_quantizer.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/sm90/backward_registers.cuh"
 
 namespace attn_qat::sm90 {
 
 template <class C, class T, Recipe kRecipe>
 struct BackwardConsumer {
-  static constexpr int kNTiles = C::kTileQ / 8, kDTiles = C::kHeadDim / 8, kQuerySteps = C::kTileQ / 16;
-  using Scores = float[kNTiles][4];
-  using Packed = uint32_t[kQuerySteps][4];
-  float dk[kDTiles][4], dv[kDTiles][4];
+  using Registers = BackwardRegisters<C, T, kRecipe>;
+  using Scores = typename Registers::Scores;
+  using Packed = typename Registers::Packed;
+  using HalfDq = float[8][4];
+  static constexpr int kNTiles = Registers::kNTiles;
+  // Half of dQ: 64 of its columns, or at head dimension 64 half of its rows.
+  static constexpr bool kSplitColumns = C::kHeadDim == 128;
+  // Where there are registers for it the scales are found beside dS, else in the shadow of dQ.
+  static constexpr bool kEarlyScales = Registers::kQuantizes && C::kHeadDim == 128;
 
-  __device__ BackwardConsumer() { zero(dk), zero(dv); }
+  const BackwardArgs& args;
+  BackwardSmem<C, T>& smem;
+  const BackwardPlace<C>& here;
+  const int consumer;
+  Registers& own;
+  typename Registers::Exponents& exponents;
+  const int key_in_tile = consumer * kWarpgroupRows;  // this warpgroup's first
+  const uint64_t k{columns_operand(smem.k, key_in_tile)}, v{columns_operand(smem.v, key_in_tile)},
+      k_rows{rows_operand<C::kTileK>(reinterpret_cast<const char*>(smem.k) +
+                                     (kSplitColumns ? consumer * panel_bytes(C::kTileK) : 0))};
+  const int keys_here = static_cast<int>(args.p.shape.seq_k) - here.first_key;
+  ColumnScale* const scratch = smem.scales[threadIdx.x / 32 - kWarpgroup / 32];
 
-  // Queries of the tile before first_query[r] do not see key half r.
-  __device__ static void mask(Scores& s, const int (&first_query)[2]) {
-    const int column = ptx::laneid() % 4 * 2, first[2] = {first_query[0] - column, first_query[1] - column};
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (8 * j + e % 2 < first[e / 2]) s[j][e] = -__builtin_inff();
+  __device__ static uint32_t parity_of(int step) { return static_cast<uint32_t>(step / C::kStages & 1); }
+
+  __device__ __forceinline__ void start_scores(int step, Scores& s) {
+    const int stage = step % C::kStages;
+    ptx::mbarrier_wait(smem.q_full[stage], parity_of(step));
+    exponents.load(smem.statistics[stage]);
+    ptx::wgmma_fence();
+    multiply_transposed<C::kHeadDim, C::kTileK, C::kTileQ>(s, k, columns_operand(smem.q[stage]), Quantized{});
+    ptx::wgmma_commit_group();
   }
 
-  // Statistics of this thread's columns, 8 j + 2 (lane % 4) + 0 and 1, in registers ahead of their use: shared memory
-  // is slow to answer while the tensor cores read it.
-  struct Exponents {
-    float2 of[kNTiles];
-    __device__ void load(const RowPairStatistics* statistics) {
-#pragma unroll
-      for (int j = 0; j < kNTiles; ++j)
-        of[j] = *reinterpret_cast<const float2*>(statistics[4 * j + ptx::laneid() % 4].exponent);
+  __device__ __forceinline__ void start_grad_probabilities(int step, Scores& dp) {
+    const int stage = step % C::kStages;
+    ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));
+    ptx::wgmma_fence();
+    multiply_transposed<C::kHeadDim, C::kTileK, C::kTileQ>(dp, v, columns_operand(smem.grad_out[stage]), T{});
+    ptx::wgmma_commit_group();
+  }
+
+  // s has arrived, dp not yet: s becomes p, dS is packed.
+  __device__ __forceinline__ void softmax(int step, int tile, Scores& s, Scores& dp, Packed& packed) {
+    const int stage = step % C::kStages;
+    const int diagonal = args.p.causal ? here.first_key - here.offset - tile * C::kTileQ : -C::kTileK;
+    if (diagonal > 1 - C::kTileK || keys_here < C::kTileK) {
+      const int key = key_in_tile + threadIdx.x % kWarpgroup / 32 * 16 + ptx::laneid() / 4;
+      own.mask(s, {key < keys_here ? diagonal + key : C::kTileQ,
+                   key + 8 < keys_here ? diagonal + key + 8 : C::kTileQ});
     }
-  };
-  // s becomes p = exp2(t - E).
-  __device__ static void probabilities(const Exponents& exponents, float scale_log2, Scores& s) {
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[j][e] = ptx::ex2_approx_ftz(__fmul_rn(s[j][e], scale_log2) -
-                                      (e % 2 ? exponents.of[j].y : exponents.of[j].x));
-  }
-
-  // dS of columns 8 kFrom .. 8 kTo - 1, packed as the left operand of dK.
-  template <int kFrom, int kTo>
-  __device__ static void grad_scores(const RowPairStatistics* statistics, const Scores& s, const Scores& dp,
-                                     Packed& packed) {
-    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
-#pragma unroll
-    for (int j = kFrom; j < kTo; ++j) {
-      const auto n =
-          *reinterpret_cast<const float4*>(own[4 * j].normaliser);  // twice, normalised delta twice
-      float ds[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ds[e] = s[j][e] * fmaf(dp[j][e], e % 2 ? n.y : n.x, -(e % 2 ? n.w : n.z));
-      packed[j / 2][j % 2 * 2] = tile::pack(ds[0], ds[1], Quantized{});
-      packed[j / 2][j % 2 * 2 + 1] = tile::pack(ds[2], ds[3], Quantized{});
+    own.probabilities(exponents, args.scale_log2, s);
+    ptx::hold(s);
+    typename Registers::Maxima top;
+    if constexpr (kEarlyScales) {
+      own.maxima(s, top);
+      own.template halve<Registers::kColumns / 2, 16>(top);
     }
-  }
-
-  // The 16 keys of this warp become columns 16 warp .. 16 warp + 15 of dS, which is this consumer's panel.
-  __device__ static void store_grad_scores(ptx::SmemAddr panel, const Packed& packed) {
-    const int lane = ptx::laneid(), warp = threadIdx.x % kWarpgroup / 32, row = lane / 16 * 8 + lane % 8;
-    const uint32_t at = panel.bits + row * kRowBytes + ((2 * warp + lane / 8 % 2) ^ (row % 8)) * 16;
-#pragma unroll
-    for (int step = 0; step < kQuerySteps; ++step)
-      ptx::stmatrix_x4_trans({at + step * 16 * kRowBytes}, packed[step]);
-  }
-
-  // Lanes that differ in kBit share 2 kWidth maxima; afterwards each holds kWidth of them for both.
-  template <int kWidth, int kBit, int kCount>
-  __device__ static void halve(float (&top)[kCount]) {
-    const bool upper = ptx::laneid() & kBit;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      const float low = top[i], high = top[i + kWidth], send = upper ? low : high, keep = upper ? high : low;
-      top[i] = fmaxf(keep, __shfl_xor_sync(0xffffffffu, send, kBit));
+    // Long done: the compiler moves nothing across.
+    ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));
+    ptx::wgmma_wait_group<0>();
+    ptx::hold(dp);
+    own.template grad_scores<0, kNTiles / 2>(smem.statistics[stage], s, dp, packed);
+    if constexpr (kEarlyScales) own.template halve<Registers::kColumns / 4, 8>(top);
+    own.template grad_scores<kNTiles / 2, kNTiles>(smem.statistics[stage], s, dp, packed);
+    if constexpr (kEarlyScales) {
+      own.template halve<Registers::kColumns / 8, 4>(top);
+      own.share_scales(smem.statistics[stage], top, scratch);
     }
   }
 
-  // p becomes P times the FP16 gain.
-  __device__ static void normalise(const RowPairStatistics* statistics, float gain, Scores& s) {
-    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      const auto normaliser = *reinterpret_cast<const float2*>(own[4 * j].normaliser);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[j][e] *= (e % 2 ? normaliser.y : normaliser.x) * gain;
-    }
+  __device__ __forceinline__ void start_dq(int step, HalfDq& dq) {
+    ptx::wgmma_fence();
+    multiply<C::kTileK / 16, C::kTileQ>(
+        dq, columns_operand(smem.grad_scores[step & 1], kSplitColumns ? 0 : consumer * kWarpgroupRows),
+        k_rows, Quantized{});
+    ptx::wgmma_commit_group();
   }
 
-  static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
-  static constexpr int kColumns = 2 * kNTiles;
-  using Maxima = float[kColumns];
-
-  // Of each column, over this thread's two keys. Recipe fp4 quantises p itself, cudnn P.
-  __device__ static void maxima(const Scores& s, Maxima& top) {
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      top[2 * j] = fmaxf(s[j][0], s[j][2]);
-      top[2 * j + 1] = fmaxf(s[j][1], s[j][3]);
-    }
+  __device__ __forceinline__ void stage_dq(int step, const HalfDq& dq) {
+    ptx::mbarrier_wait(smem.dq_empty[consumer], (step & 1) ^ 1);
+    own.store_dq(smem.dq[consumer], dq);
   }
 
-  // The scales of the columns that the halving has left to this lane, for its warp: of the pairs of columns
-  // (8 j + 2 (lane % 4), + 1) those of kOwned / 2 consecutive j.
-  __device__ static void share_scales(const RowPairStatistics* statistics, const Maxima& top,
-                                      ColumnScale* scratch) {
-    constexpr int kOwned = kColumns / 8;
-    const int lane = ptx::laneid();
-    const int first = lane / 16 * (kNTiles / 2) + lane / 8 % 2 * (kNTiles / 4) + lane / 4 % 2 * (kNTiles / 8);
-    __syncwarp();  // the scales of the previous tile have been read
-#pragma unroll
-    for (int i = 0; i < kOwned; i += 2) {
-      const int pair = 4 * (first + i / 2) + lane % 4;
-      const auto normaliser = *reinterpret_cast<const float2*>(statistics[pair].normaliser);
-      constexpr bool kOfP = kRecipe == Recipe::kCudnn;
-      const tile::BlockScale x = tile::block_scale(kOfP ? top[i] * normaliser.x : top[i],
-                                                   kProbabilityGain<kRecipe>),
-                             y = tile::block_scale(kOfP ? top[i + 1] * normaliser.y : top[i + 1],
-                                                   kProbabilityGain<kRecipe>);
-      float2 factor{x.scale * (kDvGain<T> * tile::kCodeUnit), y.scale * (kDvGain<T> * tile::kCodeUnit)};
-      if constexpr (!kOfP) factor.x *= normaliser.x, factor.y *= normaliser.y;
-      *reinterpret_cast<float4*>(&scratch[2 * pair]) = {x.reciprocal, factor.x, y.reciprocal, factor.y};
+  // Starts dK, dQ of the step before, and dV.
+  __device__ __forceinline__ void start_outputs(int step, Scores& s, const Packed& packed, HalfDq& dq) {
+    const int stage = step % C::kStages;
+    ptx::wgmma_fence();
+    multiply_add(own.dk, packed, rows_operand<C::kTileQ>(smem.q[stage]), Quantized{});
+    ptx::wgmma_commit_group();
+    // The buffer is free, and the other one complete.
+    if (step > 0) ptx::mbarrier_wait(smem.grad_scores_full[(step - 1) % 2], (step - 1) / 2 & 1);
+    own.store_grad_scores(
+        {ptx::smem_addr(smem.grad_scores[step % 2]).bits + consumer * panel_bytes(C::kTileQ)}, packed);
+    start_dq(step - 1, dq);
+    if constexpr (Registers::kQuantizes && !kEarlyScales) {
+      typename Registers::Maxima top;
+      own.maxima(s, top);
+      own.template halve<Registers::kColumns / 2, 16>(top);
+      own.template halve<Registers::kColumns / 4, 8>(top);
+      own.template halve<Registers::kColumns / 8, 4>(top);
+      own.share_scales(smem.statistics[stage], top, scratch);
     }
+    Packed quantized;
+    own.probability_operand(smem.statistics[stage], scratch, s, quantized);
+    ptx::wgmma_fence();
+    multiply_add(own.dv, quantized, rows_operand<C::kTileQ>(smem.grad_out[stage]), T{});
+    ptx::wgmma_commit_group();
+  }
+
+  // dK and dQ have arrived.
+  __device__ __forceinline__ void finish_dk_dq(int step, HalfDq& dq) {
+    ptx::hold(dq);
+    ptx::hold(own.dk);
+    ptx::mbarrier_arrive(smem.q_empty[step % C::kStages]);
+    if (step > 0) stage_dq(step - 1, dq);
+  }
+
+  // dV has arrived.
+  __device__ __forceinline__ void finish_dv(int step) {
+    ptx::hold(own.dv);
+    ptx::fence_proxy_async();  // for dS and dQ, late: their stores have long arrived
     __syncwarp();
-  }
-
-  // p becomes the left operand of dV: P, quantised by recipe.
-  __device__ static void probability_operand(const RowPairStatistics* statistics, const ColumnScale* scratch,
-                                             Scores& s, Packed& packed) {
-    if constexpr (kRecipe == Recipe::kCudnn) normalise(statistics, 1.0f, s);
-    if constexpr (kRecipe == Recipe::kFp4Qk) normalise(statistics, kDvGain<T>, s);
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      if constexpr (kQuantizes) {
-        const auto pair = *reinterpret_cast<const float4*>(&scratch[8 * j + ptx::laneid() % 4 * 2]);
-        tile::quantize_pair_in_units(s[j][0], s[j][2], pair.x, pair.y);
-        tile::quantize_pair_in_units(s[j][1], s[j][3], pair.z, pair.w);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        packed[j / 2][j % 2 * 2 + r] = tile::pack(s[j][2 * r], s[j][2 * r + 1], T{});
+    if (ptx::laneid() == 0) {
+      ptx::mbarrier_arrive(smem.grad_empty[step % C::kStages]);
+      ptx::mbarrier_arrive(smem.grad_scores_full[step % 2]);
+      if (step > 0) ptx::mbarrier_arrive(smem.dq_full[(step - 1) % kAdders][consumer]);
     }
   }
 
-  __device__ static void store_dq(float* half, const float (&dq)[8][4]) {
-    auto* to = reinterpret_cast<float4*>(half) + threadIdx.x % kWarpgroup;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) to[j * kWarpgroup] = {dq[j][0], dq[j][1], dq[j][2], dq[j][3]};
+  // dQ of the last step, which no later one multiplies.
+  __device__ __forceinline__ void finish_last_dq(int last, HalfDq& dq) {
+    ptx::mbarrier_wait(smem.grad_scores_full[last % 2], last / 2 & 1);
+    start_dq(last, dq);
+    ptx::wgmma_wait_group<0>();
+    ptx::hold(dq);
+    stage_dq(last, dq);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (ptx::laneid() == 0) ptx::mbarrier_arrive(smem.dq_full[last % kAdders][consumer]);
+  }
+
+  __device__ __forceinline__ void store() const {
+    if (!args.p.dk.data) return;
+    const int first_row = here.first_key + key_in_tile;
+    const AttentionShape& shape = args.p.shape;
+    const float dk_scale[2] = {args.p.softmax_scale, args.p.softmax_scale},
+                dv_scale[2] = {1.0f / kDvGain<T>, 1.0f / kDvGain<T>};
+    store_rows<C::kHeadDim, T>(args.p.dk, here.b, here.h_kv, first_row, shape.seq_k, own.dk, dk_scale);
+    store_rows<C::kHeadDim, T>(args.p.dv, here.b, here.h_kv, first_row, shape.seq_k, own.dv, dv_scale);
   }
 };
+
+template <class C, class T, Recipe kRecipe>
+__device__ __forceinline__ void backward_consume(const BackwardArgs& args, BackwardSmem<C, T>& smem,
+                                                 const BackwardPlace<C>& here, int consumer) {
+  using Consumer = BackwardConsumer<C, T, kRecipe>;
+  typename Consumer::Registers own;
+  typename Consumer::Registers::Exponents exponents;
+  Consumer role{args, smem, here, consumer, own, exponents};
+  int last = 0;
+  ptx::mbarrier_wait(smem.kv_full, 0);
+  here.for_each_tile(args.tiles_q, [&](int step, int, int tile) {
+    typename Consumer::Scores s, dp;
+    typename Consumer::Packed packed;
+    typename Consumer::HalfDq dq;
+    role.start_scores(step, s);
+    role.start_grad_probabilities(step, dp);
+    ptx::wgmma_wait_group<1>();
+    ptx::hold(s);
+    role.softmax(step, tile, s, dp, packed);
+    role.start_outputs(step, s, packed, dq);
+    ptx::wgmma_wait_group<1>();
+    role.finish_dk_dq(step, dq);
+    ptx::wgmma_wait_group<0>();
+    role.finish_dv(step);
+    last = step;
+  });
+  typename Consumer::HalfDq dq;
+  role.finish_last_dq(last, dq);
+  role.store();
+}
 
 }  // namespace attn_qat::sm90
