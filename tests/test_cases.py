@@ -134,6 +134,26 @@ def test_c05_offsets_past_2_31_elements(recipe, device):
 LENGTHS = (1, 15, 16, 17, 31, 33, 63, 65, 127, 129)
 
 
+@each_recipe
+@pytest.mark.parametrize("compiled", [False, True])
+def test_c04_grad_out_is_not_aligned(compiled, recipe, device):
+    """A gradient that is a part of another tensor's, three elements from its start."""
+    case = make_case(Shape(1, 2, 2, 32, 32, 64), device)
+    leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    before = case.q.new_zeros(3).requires_grad_()
+
+    def loss(q, k, v):
+        return torch.cat([before, attn_qat.attention(q, k, v, recipe=recipe).flatten()]).square().sum()
+
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    run(*leaves).backward()
+    out, high_precision_out, lse, row_exponent = case.forward(recipe)
+    options = case.softmax_scale, False, recipe, row_exponent
+    want = attn_qat.backward(2 * out, case.q, case.k, case.v, high_precision_out, lse, *options)
+    for x, grad in zip(leaves, want):
+        assert_same_bits(x.grad, grad)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("recipe", ["cudnn", "fp4"])
 @pytest.mark.parametrize("s_q", LENGTHS)

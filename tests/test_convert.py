@@ -195,6 +195,17 @@ REFUSED = {
         {},
         "query has strides 4096, 1024, 1, 16, takes contig",
     ),
+    "address": (
+        lambda d: [d(2 * 4 * 16 * 64 + 1)[1:].view(2, 4, 16, 64), *_qkv(d)[1:]],
+        {},
+        "query starts at an address that is no multiple of 16 bytes",
+    ),
+    "scale": (lambda d: _qkv(d), {"scale": -0.5}, "scale is -0.5, takes a finite positive number"),
+    "no kv heads": (
+        lambda d: _qkv(d, k=(2, 0, 16, 64)),
+        {"enable_gqa": True},
+        "key has 0 heads, takes a number that divides query's 4",
+    ),
 }
 each_refused = pytest.mark.parametrize("tensors, options, reason", REFUSED.values(), ids=REFUSED.keys())
 

@@ -88,6 +88,17 @@ def test_multi_head_attention_refuses_with_the_reason(options, call, reason, mak
     assert reason.split(",")[0] in conversion.left[""][0]
 
 
+def test_is_causal_without_the_mask_is_refused_as_torch_refuses_it(make, draw):
+    attention, x = make(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True), draw(2, 24, WIDTH)
+    with attn_qat.convert(attention), pytest.raises(ValueError, match="is_causal is True without attn_mask"):
+        attention(x, x, x, need_weights=False, is_causal=True)
+    with (
+        attn_qat.convert(attention, unsupported="leave"),
+        pytest.raises(RuntimeError, match="Need attn_mask"),
+    ):
+        attention(x, x, x, need_weights=False, is_causal=True)
+
+
 NAMED = "*.self_attn"
 
 

@@ -67,6 +67,24 @@ def test_softmax_scale_that_is_no_scale(scale, problem, runtime):
     assert all(arguments[key].isnan().all() for key in KEYS), "something was computed"
 
 
+@pytest.mark.parametrize("scale", ["x", [1.0], 10**400], ids=["text", "list", "too large"])
+def test_softmax_scale_that_is_no_number(scale, problem, runtime):
+    plan, arguments = runtime
+    for refused in (
+        lambda: problem.call(softmax_scale=scale),
+        lambda: problem.plan(softmax_scale=scale),
+        lambda: plan.execute(**arguments, softmax_scale=scale),
+    ):
+        with pytest.raises(ValueError, match="^softmax_scale is .*, takes a finite positive number"):
+            refused()
+
+
+@pytest.mark.parametrize("is_causal", ["False", 1, None])
+def test_is_causal_that_is_no_bool(is_causal, problem):
+    with pytest.raises(ValueError, match=f"^is_causal is {is_causal!r}, takes True or False"):
+        problem.call(is_causal=is_causal)
+
+
 # What a plan may not be made for
 
 

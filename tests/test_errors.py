@@ -158,6 +158,8 @@ WRONG = {
     "backward.out": [
         *BACKWARD,
         *(w for name in ("dq", "dk", "dv") for w in tensor(name)),
+        Wrong("dq", lambda x: x[:, :1].expand_as(x), "strides.*share no memory", fake=False),
+        Wrong("dk", lambda x: x.as_strided(x.shape, (64, 64, 64, 1)), "strides.*share no memory", fake=False),
         Wrong("workspace", lambda w: w[:-1], r"\(\d+,\).*bytes", fake=False),
         Wrong("workspace", lambda w: w.view(torch.int8), "dtype"),
         Wrong("workspace", lambda w: w[None], r"\(1, \d+\)", fake=False),
@@ -216,3 +218,41 @@ def test_fake_kernel_refuses_alike(op, wrong, device):
         with pytest.raises(ValueError) as refusal:
             operator(op)(**fakes)
     assert_names(str(refusal.value), wrong)
+
+
+@pytest.mark.parametrize("first, second", [("dq", "dk"), ("dk", "dv"), ("dv", "dq")])
+def test_gradients_take_memory_of_their_own(first, second, device):
+    case = make_case(Shape(1, 2, 2, 32, 32, 64), device)
+    arguments = good_arguments("backward.out", device)
+    saved = dict(
+        zip(
+            ("high_precision_out", "lse", "row_exponent"),
+            OPS.forward(case.q, case.k, case.v, 0.125, False, "fp4")[1:],
+        )
+    )
+    arguments |= {"q": case.q, "k": case.k, "v": case.v, "grad_out": case.grad_out, **saved}
+    arguments |= {f"d{name}": torch.empty_like(case.q) for name in "qkv"}
+    arguments[second] = arguments[first]
+    with pytest.raises(
+        ValueError, match=f"d[qkv] starts where ({first}|{second}) does, takes memory of its own"
+    ):
+        attn_qat.backward_out(**arguments)
+
+
+@pytest.mark.parametrize("call", [attn_qat.attention, attn_qat.infer], ids=["attention", "infer"])
+@pytest.mark.parametrize(
+    "shape, got",
+    [((2, 4, 32, 0), "q has head_dim 0, takes"), ((), "q has 0 dimensions"), ((2, 4, 32), "q has 3 dim")],
+)
+def test_shapes_that_have_no_default_scale(call, shape, got, device):
+    x = torch.zeros(shape, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=got):
+        call(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "takes_recipe", [attn_qat.Recipe, lambda x: attn_qat.Attention(recipe=x)], ids=["Recipe", "Attention"]
+)
+def test_recipes_that_do_not_exist(takes_recipe):
+    with pytest.raises(ValueError, match="^recipe is 'fp8', takes 'cudnn', 'fp4' or 'fp4_qk'$"):
+        takes_recipe("fp8")

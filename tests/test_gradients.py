@@ -149,3 +149,48 @@ def test_c22_no_gradient_is_silently_zero(head_dim, dtype, recipe, device):
     case = make_case(Shape(2, 4, 2, 65, 65, head_dim, causal=False), device, dtype)
     for grad in case.backward(recipe):
         assert bool((grad.float().abs().amax(-1) > 0).all())
+
+
+def test_packed_values_have_no_gradient(device):
+    """Only fake_quantize is straight through."""
+    x = torch.ones(2, 32, device=device, requires_grad=True)
+    data, scales = attn_qat.quantize(x)
+    with pytest.raises(NotImplementedError, match="quantize has no gradient: fake_quantize has one"):
+        attn_qat.dequantize(data, scales, torch.float32).sum().backward()
+
+
+def test_no_gradient_of_a_global_scale(device):
+    x, scale = torch.ones(32, device=device), torch.ones(1, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="global_scale requires grad, takes one that does not"):
+        attn_qat.fake_quantize(x, global_scale=scale)
+
+
+CALLS = {
+    "attention": attn_qat.attention,
+    "infer": attn_qat.infer,
+    "fake_quantize": lambda q, k, v: attn_qat.fake_quantize(q),
+    "preprocess": lambda q, k, v: attn_qat.preprocess(q, k),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_c22_forward_mode_is_refused(call, device):
+    """The operators would drop the tangent; a zero derivative must not come out."""
+    q, k, v = torch.randn(3, 1, 2, 16, 64, device=device, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        torch.func.jvp(lambda x: call(x, k, v), (q,), (torch.ones_like(q),))
+
+
+def test_c30_autograd_sees_what_backward_out_writes(device):
+    """A graph that saved one of the outputs must not use what has been written since."""
+    case = make_case(Shape(1, 2, 2, 32, 32, 64), device)
+    *backward_args, row_exponent = case.backward_args("fp4", case.forward("fp4"))
+    grads = [torch.zeros_like(x) for x in (case.q, case.k, case.v)]
+    weight = torch.ones_like(case.q, requires_grad=True)
+    y = (grads[0] * weight).sum()
+    workspace = torch.empty(
+        attn_qat.backward_workspace_bytes(case.q, case.k), dtype=torch.uint8, device=device
+    )
+    attn_qat.backward_out(*backward_args, row_exponent, workspace, dq=grads[0], dk=grads[1], dv=grads[2])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

@@ -275,6 +275,17 @@ def test_c27_autocast(recipe, device):
         assert_same_bits(x.grad.to(torch.bfloat16), grad)
 
 
+@pytest.mark.parametrize("call", [attn_qat.attention, attn_qat.infer], ids=["attention", "infer"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_c27_autocast_casts_no_other_dtype(dtype, call, device):
+    q, k, v = (x.to(dtype) for x in (lambda c: (c.q, c.k, c.v))(make_case(SHAPE, device)))
+    with (
+        torch.autocast(device.type, dtype=torch.bfloat16),
+        pytest.raises(ValueError, match="q has dtype .*, takes bfloat16, float16 or float32"),
+    ):
+        call(q, k, v)
+
+
 def test_c27_mixed_dtypes_outside_autocast(device):
     case = make_case(SHAPE, device)
     with pytest.raises(ValueError, match="v has dtype bfloat16, takes float32"):

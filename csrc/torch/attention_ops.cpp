@@ -192,6 +192,7 @@ void check_output(const Argument& out, const Argument& like) {
   check_same_device(out, like);
   check_shape(out, {like.tensor.sizes().begin(), like.tensor.sizes().end()});
   check_rows(out);
+  check_no_overlap(out);
 }
 
 void backward_out(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -205,7 +206,14 @@ void backward_out(const Tensor& grad_out, const Tensor& q, const Tensor& k, cons
   check_output({op, "dq", dq}, {op, "q", q});
   check_output({op, "dk", dk}, {op, "k", k});
   check_output({op, "dv", dv}, {op, "v", v});
-  const Argument space{op, "workspace", workspace};
+  const Argument written[] = {{op, "dq", dq}, {op, "dk", dk}, {op, "dv", dv}, {op, "workspace", workspace}};
+  for (const Argument& a : written)
+    for (const Argument& other : written)
+      ATTN_QAT_CHECK(&a == &other || a.tensor.numel() == 0 || other.tensor.numel() == 0 ||
+                         a.tensor.const_data_ptr() != other.tensor.const_data_ptr(),
+                     op, ": ", a.name, " starts where ", other.name,
+                     " does, takes memory of its own: it is written");
+  const Argument& space = written[3];
   check_dtype_is(space, ScalarType::Byte);
   check_same_device(space, {op, "q", q});
   check_contiguous(space);

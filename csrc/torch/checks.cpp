@@ -2,7 +2,9 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace attn_qat::torch_glue {
 
@@ -93,6 +95,21 @@ void check_rows(const Argument& a) {
                    ", takes rows that start at multiples of 16 bytes");
   ATTN_QAT_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment == 0, a.op, ": ", a.name,
                  " starts at an address that is no multiple of 16 bytes, takes one that is");
+}
+
+void check_no_overlap(const Argument& a) {
+  const Tensor& t = a.tensor;
+  if (t.numel() == 0) return;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t i = 0; i < t.dim(); ++i)
+    if (t.size(i) > 1) dims.emplace_back(t.stride(i), t.size(i));
+  std::sort(dims.begin(), dims.end());
+  int64_t span = 1;  // elements from the first to the last of the dimensions so far
+  for (const auto& [stride, size] : dims) {
+    ATTN_QAT_CHECK(stride >= span, a.op, ": ", a.name, " has shape ", shape_text(t), " and strides ",
+                   list_text(t.strides()), ", takes elements that share no memory: it is written");
+    span += stride * (size - 1);
+  }
 }
 
 Recipe check_recipe(const char* op, const std::string& recipe) {

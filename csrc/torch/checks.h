@@ -50,6 +50,8 @@ void check_shape(const Argument&, const std::vector<int64_t>& shape);  // exactl
 void check_contiguous(const Argument&);
 // BHSD with the head dimension contiguous and rows 16-byte aligned.
 void check_rows(const Argument&);
+// Of what is written: no two elements in the same place.
+void check_no_overlap(const Argument&);
 
 Recipe check_recipe(const char* op, const std::string& recipe);
 // One that FP4 tensor cores compute: not cudnn.

@@ -8,6 +8,8 @@ from torch import Tensor
 from . import ops
 from .recipe import Recipe
 
+ROW_ALIGNMENT = 16  # bytes
+
 
 def _setup_forward(ctx, inputs, output) -> None:
     q, k, v, softmax_scale, is_causal, recipe, deterministic = inputs
@@ -19,13 +21,24 @@ def _setup_forward(ctx, inputs, output) -> None:
     ctx.deterministic = deterministic
 
 
+def _readable(grad_out: Tensor) -> Tensor:
+    """A gradient arrives as other code left it: expanded, transposed, or a view from anywhere in a buffer.
+
+    Compiled code may move it again after this was traced; at an address that is no multiple of 16 bytes the
+    operator then raises.
+    """
+    grad_out = grad_out.contiguous()
+    if grad_out.storage_offset() * grad_out.element_size() % ROW_ALIGNMENT != 0:
+        return grad_out.clone()
+    return grad_out
+
+
 def _backward_of_forward(ctx, grad_out, *_):
     if grad_out is None:
         return (None,) * 7
     q, k, v, high_precision_out, lse, row_exponent = ctx.saved_tensors
-    # A gradient may arrive expanded or transposed; the operator takes rows it can read.
     dq, dk, dv = torch.ops.attn_qat.backward(
-        grad_out.contiguous(), q, k, v, high_precision_out, lse, *ctx.arguments, row_exponent, ctx.deterministic
+        _readable(grad_out), q, k, v, high_precision_out, lse, *ctx.arguments, row_exponent, ctx.deterministic
     )
     return dq, dk, dv, None, None, None, None
 
@@ -33,28 +46,45 @@ def _backward_of_forward(ctx, grad_out, *_):
 torch.library.register_autograd("attn_qat::forward", _backward_of_forward, setup_context=_setup_forward)
 
 
+def _setup_fake_quantize(ctx, inputs, output) -> None:
+    if any(ctx.needs_input_grad[2:]):
+        raise ValueError(
+            "fake_quantize: global_scale requires grad, takes one that does not: it would get none"
+        )
+
+
 def _straight_through(ctx, grad_out):
     return grad_out, None, None
+
+
+torch.library.register_autograd(
+    "attn_qat::fake_quantize", _straight_through, setup_context=_setup_fake_quantize
+)
 
 
 def _setup_nothing(ctx, inputs, output) -> None:
     pass
 
 
-torch.library.register_autograd("attn_qat::fake_quantize", _straight_through, setup_context=_setup_nothing)
-
-
-def _refuse_gradient(op: str):
+def _refuse_gradient(op: str, why: str):
     def backward(ctx, *_):
-        raise NotImplementedError(
-            f"attn_qat::{op} has no gradient: attention can be differentiated once only"
-        )
+        raise NotImplementedError(f"attn_qat::{op} has no gradient: {why}")
 
     return backward
 
 
-for _op in ("backward", "backward_dq", "backward_dkdv", "preprocess"):
-    torch.library.register_autograd(f"attn_qat::{_op}", _refuse_gradient(_op), setup_context=_setup_nothing)
+for _why, _names in (
+    (
+        "attention can be differentiated once only",
+        ("backward", "backward_dq", "backward_dkdv", "preprocess"),
+    ),
+    ("fake_quantize has one", ("quantize", "dequantize")),
+    ("train with attn_qat.attention and the recipe of the pv_mode", ("infer", "infer_with_lse")),
+):
+    for _op in _names:
+        torch.library.register_autograd(
+            f"attn_qat::{_op}", _refuse_gradient(_op, _why), setup_context=_setup_nothing
+        )
 
 
 def attention(
@@ -73,12 +103,11 @@ def attention(
     softmax_scale: defaults to D ** -0.5. is_causal aligns bottom-right when Sq != Skv.
     Gradients pass the quantisation unchanged (straight-through); the backward uses the same recipe.
     deterministic: gradients have the same bits on every run; see `backward`.
-    Under autocast, q, k and v are cast to the autocast dtype. Raises ValueError for anything it does not take.
+    On a CPU bfloat16, float16 or float32, D a multiple of 16 up to 256; on CUDA bfloat16 or float16, D 64 or
+    128. Under autocast, q, k and v of these dtypes are cast to the autocast dtype. Raises ValueError for anything
+    it does not take and NotImplementedError where there is no kernel.
     """
-    device = q.device.type
-    if not q.is_meta and torch.is_autocast_enabled(device):  # meta has no autocast
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = ops.autocast(q, k, v)
     if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+        softmax_scale = ops.default_softmax_scale(q)
     return ops.forward(q, k, v, softmax_scale, is_causal, recipe, deterministic)[0]

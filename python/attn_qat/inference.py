@@ -5,13 +5,14 @@ Training and inference share a recipe; `pv_mode` is what FP4 inference engines c
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ._library import build_info
-from .ops import _call
+from .ops import _call, autocast, default_softmax_scale
 from .recipe import Recipe
 
 # How P V is computed -> the recipe that trains for it.
@@ -56,28 +57,11 @@ def infer(
     attention instead.
     """
     recipe = recipe_of(pv_mode)
-    device = q.device.type
-    if not q.is_meta and torch.is_autocast_enabled(device):  # meta has no autocast
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast(q, k, v)
     if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+        softmax_scale = default_softmax_scale(q)
     op = torch.ops.attn_qat.infer_with_lse if return_lse else torch.ops.attn_qat.infer
     return _call(op, q, k, v, softmax_scale, is_causal, str(recipe))
-
-
-def _refuse_gradient(ctx, *_):
-    raise NotImplementedError(
-        "attn_qat::infer has no gradient: train with attn_qat.attention and the recipe of the pv_mode"
-    )
-
-
-def _setup_nothing(ctx, inputs, output) -> None:
-    pass
-
-
-for _op in ("infer", "infer_with_lse"):
-    torch.library.register_autograd(f"attn_qat::{_op}", _refuse_gradient, setup_context=_setup_nothing)
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def resolve(device: torch.device, part: str = "forward") -> tuple[str, str | None, tuple[str, ...]]:
     """(target, kernel family, a sentence for each family not taken) for 'forward' or 'backward' on a device.
 
-    The one place that decides.
+    For a device in general, and without touching it; `explain` asks the operators' dispatch table for one problem.
     """
     if device.type == "cpu":
         return "cpu", "cpu", ()
@@ -160,9 +144,10 @@ def _sentence(family: str, targets: list[str], target: str) -> str:
 
 def _families(part: str) -> dict[str, list[str]]:
     """Kernel family with that part -> its targets, the most specific first, as the operators try them."""
+    only = os.environ.get("ATTN_QAT_KERNELS")
     found = {
         source.split("/")[0]: targets
         for source, targets in build_info()["kernels"].items()
-        if source.split("/")[1].startswith(part)
+        if source.split("/")[1].startswith(part) and (not only or source.startswith(only + "/"))
     }
     return dict(sorted(found.items(), key=lambda item: len(item[1])))

@@ -2,13 +2,15 @@
 
 Tensors are (batch, heads, sequence, head_dim). Strides are free except that the head dimension is contiguous and rows
 start at multiples of 16 bytes, so a (batch, sequence, heads, head_dim) tensor passes as `x.transpose(1, 2)`.
-dtypes: bfloat16, float16, float32. head_dim: multiples of 16 up to 256. Bad arguments raise ValueError.
+On a CPU: bfloat16, float16, float32, head_dim a multiple of 16 up to 256. Attention on CUDA: bfloat16 and float16,
+head_dim 64 or 128. Bad arguments raise ValueError, a problem or a GPU without a kernel NotImplementedError.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _fake, _library  # noqa: F401  (loading the library and its fakes comes first)
 from .recipe import Recipe
@@ -17,15 +19,35 @@ _ops = torch.ops.attn_qat
 
 
 def _call(op, *args, **kwargs):
-    """op(...), with the library's "no CUDA kernel" errors as NotImplementedError: C++ can only raise RuntimeError."""
+    """op(...), with the library's "no CUDA kernel" errors as NotImplementedError: C++ can only raise RuntimeError.
+
+    Forward-mode tangents, which the operators would lose, are refused.
+    """
     if torch.compiler.is_compiling():
         return op(*args, **kwargs)
+    for x in args:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{op} has no forward-mode derivative, takes tensors without a tangent")
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
         if "no CUDA kernel" in str(error):
             raise NotImplementedError(str(error)) from None
         raise
+
+
+def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, floating-point operands in its dtype; the operator refuses what autocast does not cast."""
+    device = operands[0].device.type
+    if operands[0].is_meta or not torch.is_autocast_enabled(device):  # meta has no autocast
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.dtype in _fake.DTYPES else x for x in operands)
+
+
+def default_softmax_scale(q: Tensor) -> float:
+    """D ** -0.5; for a q that has no D anything: the operator says what is wrong with it."""
+    return q.shape[3] ** -0.5 if q.dim() == 4 and q.shape[3] > 0 else 1.0
 
 
 def fake_quantize(x: Tensor, axis: int = -1, global_scale: Tensor | None = None) -> Tensor:
@@ -180,7 +202,10 @@ def backward_out(
     dv: Tensor,
     deterministic: bool = True,
 ) -> None:
-    """`backward` into caller-owned dq, dk, dv: allocates nothing. `workspace`: see `backward_workspace_bytes`."""
+    """`backward` into caller-owned dq, dk, dv: allocates nothing. `workspace`: see `backward_workspace_bytes`.
+
+    Autograd sees the writes: a graph that has saved one of these tensors raises when it is used.
+    """
     _call(
         _ops.backward.out,
         grad_out,
@@ -199,6 +224,9 @@ def backward_out(
         dv=dv,
         deterministic=deterministic,
     )
+    for x in (dq, dk, dv, workspace):
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
 
 
 def explain(

@@ -19,5 +19,9 @@ class Recipe(str, Enum):
     FP4 = "fp4"
     FP4_QK = "fp4_qk"
 
+    @classmethod
+    def _missing_(cls, value):
+        raise ValueError(f"recipe is {value!r}, takes 'cudnn', 'fp4' or 'fp4_qk'")
+
     def __str__(self) -> str:
         return self.value

@@ -33,6 +33,19 @@ def check_backend_is_here(backend: str) -> None:
         )
 
 
+def check_is_causal(is_causal) -> None:
+    if type(is_causal) is not bool:
+        raise ValueError(f"is_causal is {is_causal!r}, takes True or False")
+
+
+def softmax_scale_of(softmax_scale) -> float:
+    """A number of any kind as a float."""
+    try:
+        return float(softmax_scale)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"softmax_scale is {softmax_scale!r}, takes a finite positive number") from None
+
+
 def check_softmax_scale(softmax_scale: float) -> None:
     used = ctypes.c_float(softmax_scale).value  # the kernels multiply in FP32
     if not 0.0 < used < math.inf:

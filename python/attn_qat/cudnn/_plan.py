@@ -12,8 +12,10 @@ from ._options import (
     OWN_BACKEND,
     check_backend_is_here,
     check_device_is_served,
+    check_is_causal,
     check_options,
     check_softmax_scale,
+    softmax_scale_of,
 )
 from ._stream import on_stream
 
@@ -61,8 +63,9 @@ class Nvfp4AttentionQatBackward:
         self._high_precision_o = Operand.of("high_precision_o_tensor", sample_high_precision_o)
         self._do = Operand.of("do_tensor", sample_do)
         self._lse = Operand.of("lse_tensor", sample_lse)
-        self.is_causal = bool(is_causal)
-        self.softmax_scale = None if softmax_scale is None else float(softmax_scale)
+        check_is_causal(is_causal)
+        self.is_causal = is_causal
+        self.softmax_scale = None if softmax_scale is None else softmax_scale_of(softmax_scale)
         self.backend = backend
         self.head_chunk = head_chunk
         self.workspace_limit_bytes = workspace_limit_bytes
@@ -210,7 +213,7 @@ class Nvfp4AttentionQatBackward:
         start = -workspace.data_ptr() % KERNEL_ALIGNMENT
         workspace = workspace[start : start + self._kernel_workspace_bytes]
         check_disjoint({**written, "workspace": workspace}, read)
-        scale = self.softmax_scale if softmax_scale is None else float(softmax_scale)
+        scale = self.softmax_scale if softmax_scale is None else softmax_scale_of(softmax_scale)
         check_softmax_scale(scale)
         with on_stream(current_stream, self._q.device):
             for part in self._compiled_kernel:

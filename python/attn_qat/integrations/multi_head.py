@@ -52,6 +52,8 @@ class MultiHead:
             return "key_padding_mask is given, takes None"
         if self.attn_mask is not None and not self.is_causal:
             return "attn_mask is given without is_causal=True, takes None or a causal mask said to be one"
+        if self.attn_mask is None and self.is_causal:
+            return "is_causal is True without attn_mask, takes both: torch asks for the mask"
         if self.training and self.dropout_p != 0.0:
             return f"dropout is {self.dropout_p} in training, takes 0"
         if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:

@@ -6,6 +6,7 @@ Every integration calls attention here, and only here.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -33,13 +34,15 @@ def why_not(
 ) -> str | None:
     """Why attn-qat does not take this scaled_dot_product_attention call; None if it does.
 
-    Looks at types, shapes and strides, never at values, so it can be traced. Whether a GPU has a kernel for
-    the call is another question: `why_no_kernel`.
+    Looks at types, shapes, strides and, where it is not traced, alignment; never at values. Whether a GPU
+    has a kernel for the call is another question: `why_no_kernel`.
     """
     if attn_mask is not None:
         return "attn_mask is given, takes None"
     if dropout_p != 0.0:
         return _say("dropout_p is {}, takes 0", dropout_p)
+    if scale is not None and not 0.0 < scale < math.inf:
+        return _say("scale is {}, takes a finite positive number", scale)
     return _why_not_tensors(query, key, value) or _why_not_shapes(query, key, value, is_causal, enable_gqa)
 
 
@@ -57,10 +60,12 @@ def _why_not_tensors(query: Tensor, key: Tensor, value: Tensor) -> str | None:
                 name + " has strides {}, {}, {}, {}, takes contiguous rows at multiples of 16 bytes",
                 *x.stride(),
             )
+        if not torch.compiler.is_compiling() and x.storage_offset() % aligned != 0:  # not to be traced
+            return f"{name} starts at an address that is no multiple of 16 bytes, takes one that is"
+        if x.dtype not in DTYPES:
+            return f"{name} has dtype {x.dtype}, takes bfloat16, float16 or float32"
     if torch.is_autocast_enabled(query.device.type):
         return None
-    if query.dtype not in DTYPES:
-        return f"query has dtype {query.dtype}, takes bfloat16, float16 or float32"
     if key.dtype != query.dtype or value.dtype != query.dtype:
         return f"query, key, value have dtypes {query.dtype}, {key.dtype}, {value.dtype}, takes one dtype"
     return None
@@ -80,7 +85,7 @@ def _why_not_shapes(
             return _say(words, *x.shape, batch, kv_heads, keys, head_dim)
     if kv_heads != heads and not enable_gqa:
         return _say("key has {} heads and query {}, takes enable_gqa=True for that", kv_heads, heads)
-    if heads % kv_heads != 0:
+    if heads % kv_heads != 0 if kv_heads > 0 else heads != 0:
         return _say("key has {} heads, takes a number that divides query's {}", kv_heads, heads)
     if is_causal and queries != keys:
         return _say(
