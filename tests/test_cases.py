@@ -1,7 +1,7 @@
 """Small inputs that broke other attention libraries, each with its right answer; tests are named after cases.
 
 Cases elsewhere: C09 test_determinism.py, C12 and C22 test_gradients.py, C15 to C20 test_quantize.py, C25 to
-C29 test_ops.py, C05, C13 and C14 test_cuda.py, C31 to C33 test_build.py and test_setup.py.
+C29 test_ops.py, C05, C13 and C14 test_cuda.py.
 """
 
 import math

@@ -39,6 +39,7 @@ def check_attention(shape, head_dim, dtype, recipe, unordered):
     gpu = [x.cuda() for x in (q, k, v, grad_out)]
     got = ops.forward(*gpu[:3], *options)
     want += ops.backward(grad_out, q, k, v, *want[1:3], *options, want[3])
+    # Grouped heads take the unordered sums, so that both forms run.
     deterministic = heads_q == heads_kv and not unordered
     got += ops.backward(gpu[3], *gpu[:3], *got[1:3], *options, got[3], deterministic)
     if recipe != "cudnn":

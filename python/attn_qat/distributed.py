@@ -4,8 +4,7 @@ They are registered by themselves when torch.distributed.tensor is imported, bef
 
 Attention is independent for each batch entry and for each kv head with its group of query heads: tensors
 sharded on batch (dimension 0) or heads (dimension 1) are attended to where they lie. Along the sequence and
-the head dimension an
-operator sees everything: what is sharded there, DTensor gathers first.
+the head dimension an operator sees everything: what is sharded there, DTensor gathers first.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _registered = False
 
 
 def register() -> None:
-    """Registers the rules of every operator but those that take plain tensors only: `backward.out` and
-    `backward_workspace_bytes`.
+    """Registers the rules of every operator but those that take plain tensors only: `backward.out`,
+    `backward_workspace_bytes` and `explain`.
 
     Imports DTensor. Called when DTensor is imported; a second call does nothing.
     """

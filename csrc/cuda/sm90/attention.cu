@@ -15,7 +15,7 @@ const char* why_not(const AttentionShape& s, DType dtype) {
   if (s.head_dim != 64 && s.head_dim != 128) return "takes head_dim 64 or 128";
   if (s.seq_q == 0 || s.seq_k == 0) return "takes at least one query and one key";
   constexpr int64_t kMaxSequence = (int64_t{1} << 31) - 256;
-  if (s.seq_q > kMaxSequence || s.seq_k > kMaxSequence) return "takes sequences shorter than 2^31 - 256";
+  if (s.seq_q > kMaxSequence || s.seq_k > kMaxSequence) return "takes sequences of at most 2^31 - 256";
   const int64_t boxes = s.batch * (s.heads_q * ((s.seq_q + 63) / 64) + s.heads_kv * ((s.seq_k + 63) / 64));
   return boxes > 0x7fffffff ? "takes at most 2^31 - 1 tiles of 64 rows" : nullptr;
 }

@@ -14,7 +14,7 @@
 // 16 keys of a row: no shuffles, and a block's maximum falls out of the row maximum. S is turned in place into the two
 // packed left operands, p and P^: 64 registers where it had 64.
 //
-// Recipe cudnn quantises against the final E (contract section 2): a first pass over K^ finds it.
+// Recipe cudnn quantises against the final E (contract section 3): a first pass over K^ finds it.
 #include <cuda_runtime.h>
 
 #include <cstdint>

@@ -10,9 +10,8 @@ import torch
 # The null stream and cudaStreamLegacy are torch's default stream. As an ExternalStream, a null handle has
 # become a new stream in some versions of torch.
 DEFAULT_STREAM_HANDLES = (0, 1)
-PER_THREAD_HANDLE = (
-    2  # cudaStreamPerThread: another stream in every host thread, so that none can be named for it
-)
+# cudaStreamPerThread: another stream in every host thread, so that none can be named for it.
+PER_THREAD_HANDLE = 2
 
 
 def stream_handle(stream) -> int:

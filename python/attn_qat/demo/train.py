@@ -18,9 +18,8 @@ from .data import Corpus
 from .model import BF16, ByteModel
 
 PRETRAINED = "pretrained"  # the model before it branches
-Losses = dict[
-    str, dict[str, float]
-]  # [attention it was fine-tuned with, or PRETRAINED][attention in evaluation]
+# [attention it was fine-tuned with, or PRETRAINED][attention in evaluation]
+Losses = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
