@@ -13,8 +13,15 @@ constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4
 // Which operands are FP4 (contract section 2).
 enum class Recipe : int32_t { kCudnn, kFp4, kFp4Qk };
 
-// Base-2 exponent of the gain applied to exp2(t - E) before the forward quantises it: 2^11 <= 6 * 448.
+// Base-2 exponent of the gain that exp2(t - E) carries while it is quantised: 2^11 <= 6 * 448.
 constexpr int probability_gain(Recipe recipe) { return recipe == Recipe::kFp4 ? 11 : 0; }
+template <Recipe kRecipe>
+inline constexpr float kProbabilityGain = 1 << probability_gain(kRecipe);
+
+inline constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
+
+// What scores are multiplied with to give t = S log2 e.
+constexpr float scale_log2(float softmax_scale) { return softmax_scale * static_cast<float>(kLog2e); }
 
 // BHSD operand; strides in elements, the head dimension is contiguous.
 struct View {

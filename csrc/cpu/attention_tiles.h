@@ -7,8 +7,6 @@ namespace attn_qat::cpu {
 constexpr int64_t kTileQ = 64;  // query rows of a tile
 constexpr int64_t kTileK =
     128;  // keys of a tile: whole blocks of 16, so a block of P or V never straddles tiles
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr double kLn2 = 0.6931471805599453;
 constexpr size_t kCacheLine = 64;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

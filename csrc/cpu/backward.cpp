@@ -77,7 +77,7 @@ class Backward {
  public:
   Backward(const BackwardParams& p, Split split)
       : p_(p), ops_(tile_ops()), z_(p.shape, split), mask_{p.shape.seq_q, p.shape.seq_k, p.causal},
-        scale_(p.softmax_scale * kLog2e), wants_dq_(p.dq.data), wants_dkdv_(p.dk.data) {}
+        scale_(scale_log2(p.softmax_scale)), wants_dq_(p.dq.data), wants_dkdv_(p.dk.data) {}
 
   const Sizes& sizes() const { return z_; }
 
@@ -183,7 +183,7 @@ class Backward {
   RowStatistics row_statistics(int64_t row, float delta) const {
     const float lse = p_.lse[row];
     if (lse == -INFINITY) return {0.0f, 0.0f, 0.0f};
-    const double lse2 = static_cast<double>(lse) * 1.4426950408889634;
+    const double lse2 = static_cast<double>(lse) * kLog2e;
     const int32_t saved = p_.row_exponent ? p_.row_exponent[row] : INT32_MAX;
     const bool use_saved = saved != INT32_MAX && saved > INT32_MIN + 1;  // the forward saturates to these two
     const double exponent = use_saved ? static_cast<double>(saved) : std::ceil(lse2);

@@ -67,7 +67,7 @@ class Forward {
  public:
   Forward(const ForwardParams& p)
       : p_(p), ops_(tile_ops()), z_(p.shape), mask_{p.shape.seq_q, p.shape.seq_k, p.causal},
-        scale_(p.softmax_scale * kLog2e) {}
+        scale_(scale_log2(p.softmax_scale)) {}
 
   void quantize_keys(HeadKv head, int64_t kv_head, int64_t tile, const Scratch& s) const {
     const int64_t b = kv_head / p_.shape.heads_kv, h = kv_head % p_.shape.heads_kv;

@@ -70,7 +70,7 @@ __device__ __forceinline__ const T* row_pointer(const View& view, int64_t b, int
 __device__ RowStatistics statistics_of(const RowArgs& args, int64_t row, float delta) {
   const float lse = args.lse[row];
   if (lse == -__builtin_inff()) return {0.0f, 0.0f, 0.0f, 0.0f};
-  const double lse2 = static_cast<double>(lse) * 1.4426950408889634;
+  const double lse2 = static_cast<double>(lse) * kLog2e;
   const int32_t saved = args.row_exponent ? args.row_exponent[row] : INT32_MAX;
   const bool use_saved = saved != INT32_MAX && saved > INT32_MIN + 1;  // the forward saturates to these two
   const double exponent = use_saved ? static_cast<double>(saved) : ceil(lse2);

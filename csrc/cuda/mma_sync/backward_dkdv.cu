@@ -19,6 +19,7 @@
 #include "cuda/mma_sync/fragments.cuh"
 #include "cuda/mma_sync/launch.cuh"
 #include "cuda/ptx/math.cuh"
+#include "cuda/ptx/special_registers.cuh"
 #include "cuda/tile/probability_quantizer.cuh"
 
 namespace attn_qat::mma_sync {
@@ -160,13 +161,6 @@ struct Place {
   }
 };
 
-// blockIdx.x, read anew: what is computed from it after the main loop then holds no register in it.
-__device__ __forceinline__ uint32_t block_index_again() {
-  uint32_t index;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  return index;
-}
-
 template <class C, class T, Recipe kRecipe>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     backward_dkdv_kernel(const __grid_constant__ BackwardDkDvArgs args) {
@@ -278,7 +272,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     multiply_rows<C::kHeadDim, C::kTileQ / 16, T>(warp.dv, a, columns.shift(kGradOffset), 0);
     advance(now);
   }
-  const Place<C> place(args, block_index_again());
+  const Place<C> place(args, ptx::ctaid_x());
   const int64_t first = place.first_key + warp.key;
   store_rows<C::kHeadDim, T>(p.dk, place.b, place.h_kv, first, shape.seq_k, warp.dk, p.softmax_scale);
   store_rows<C::kHeadDim, T>(p.dv, place.b, place.h_kv, first, shape.seq_k, warp.dv, 1.0f / kDvGain<T>);
@@ -287,7 +281,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 template <class C, class T, Recipe kRecipe>
 cudaError_t launch(const BackwardParams& p, const RowStatistics* statistics, cudaStream_t stream) {
   const int64_t tiles_k = (p.shape.seq_k + C::kTileK - 1) / C::kTileK;
-  const BackwardDkDvArgs args{p, statistics, static_cast<int>(tiles_k), p.softmax_scale * kLog2e};
+  const BackwardDkDvArgs args{p, statistics, static_cast<int>(tiles_k), scale_log2(p.softmax_scale)};
   return launch_tiles<C, BackwardDkDvSmem<C, T>>(backward_dkdv_kernel<C, T, kRecipe>, args,
                                                  tiles_k * p.shape.batch * p.shape.heads_kv, stream);
 }

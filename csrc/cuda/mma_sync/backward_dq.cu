@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 template <class C, class T>
 cudaError_t launch(const BackwardParams& p, const RowStatistics* statistics, cudaStream_t stream) {
   const int64_t tiles_q = (p.shape.seq_q + C::kTileQ - 1) / C::kTileQ;
-  const BackwardDqArgs args{p, statistics, static_cast<int>(tiles_q), p.softmax_scale * kLog2e};
+  const BackwardDqArgs args{p, statistics, static_cast<int>(tiles_q), scale_log2(p.softmax_scale)};
   return launch_tiles<C, BackwardDqSmem<C, T>>(backward_dq_kernel<C, T>, args,
                                                tiles_q * p.shape.batch * p.shape.heads_q, stream);
 }

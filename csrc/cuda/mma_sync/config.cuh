@@ -9,10 +9,6 @@ namespace attn_qat::mma_sync {
 inline constexpr int kWarpRows = 16;          // rows of an mma.sync A fragment: what one warp owns
 inline constexpr int kSmemLimit = 99 * 1024;  // of a thread block on compute capability 12.x
 
-// Gain that exp2(t - E) carries while it is quantised.
-template <Recipe kRecipe>
-inline constexpr float kProbabilityGain = 1 << probability_gain(kRecipe);
-
 // With 64 columns a warp needs few enough registers for three blocks of four warps on an SM, where it has the
 // shared memory too; elsewhere a third block is not worth what it would spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900

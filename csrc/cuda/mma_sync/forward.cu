@@ -220,7 +220,7 @@ struct ForwardWarp {
       const int64_t at = (b * p.shape.heads_q + h) * p.shape.seq_q + row;
       if (lane % 4 == 0) {
         if (kTraining || p.lse)
-          p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
+          p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * static_cast<float>(kLn2);
         if constexpr (kTraining)
           p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
       }
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksPerSm<C, kRecipe>)
 template <class C, class T, Recipe kRecipe, bool kTraining>
 cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   const int64_t tiles_q = (p.shape.seq_q + C::kTileQ - 1) / C::kTileQ;
-  const ForwardArgs args{p, static_cast<int>(tiles_q), p.softmax_scale * kLog2e};
+  const ForwardArgs args{p, static_cast<int>(tiles_q), scale_log2(p.softmax_scale)};
   return launch_tiles<C, ForwardSmem<C, T>>(forward_kernel<C, T, kRecipe, kTraining>, args,
                                             tiles_q * p.shape.batch * p.shape.heads_q, stream);
 }

@@ -12,26 +12,6 @@ __device__ __forceinline__ SmemAddr smem_addr(const void* p) {
   return {static_cast<uint32_t>(__cvta_generic_to_shared(p))};
 }
 
-// PTX ISA: %laneid, read anew: what is computed from it is not kept in registers from an earlier use.
-__device__ __forceinline__ int laneid() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
-// PTX ISA: %ctaid.x and %tid.x, likewise read anew.
-__device__ __forceinline__ uint32_t ctaid_x() {
-  uint32_t index;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  return index;
-}
-
-__device__ __forceinline__ uint32_t tid_x() {
-  uint32_t index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
 // PTX ISA: ldmatrix. Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix
 // l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SmemAddr row) {

@@ -23,6 +23,7 @@
 #include <cstdint>
 
 #include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/sm90/backward_consumer.cuh"
@@ -61,19 +62,6 @@ __device__ __forceinline__ void backward_produce(const BackwardArgs& args, Backw
   });
 }
 
-__device__ __forceinline__ int load_acquire(const int* p) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-  return value;
-}
-__device__ __forceinline__ void add_release(int* p, int value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-}
-// Global writes of this thread's bulk copies against its own and others' accesses.
-__device__ __forceinline__ void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
 // One thread: adds the dQ, if wanted, of every kAdders-th step to global memory.
 template <class C, class T>
 __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardSmem<C, T>& smem,
@@ -87,9 +75,9 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
     const int turn = here.turn(args, tile);
     const bool in_turn = args.p.deterministic && wanted, first = in_turn && turn == 0;
     if (in_turn) {
-      while (load_acquire(args.dq.turns + at) != turn) {
+      while (ptx::load_acquire(args.dq.turns + at) != turn) {
       }
-      fence_proxy_async_global();
+      ptx::fence_proxy_async_global();
     }
     for (int half = 0; half < kConsumers; ++half) {
       ptx::mbarrier_wait(smem.dq_full[adder][half], step / kAdders & 1);
@@ -104,8 +92,8 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
     for (int half = 0; half < kConsumers; ++half) ptx::mbarrier_arrive(smem.dq_empty[half]);
     if (in_turn) {
       ptx::bulk_wait();
-      fence_proxy_async_global();
-      add_release(args.dq.turns + at, 1);
+      ptx::fence_proxy_async_global();
+      ptx::add_release(args.dq.turns + at, 1);
     }
   });
   ptx::bulk_wait();
@@ -159,7 +147,7 @@ cudaError_t launch(const BackwardParams& p, const RowPairStatistics* statistics,
   args.p = p, args.statistics = statistics, args.dq = dq;
   args.tiles_q = static_cast<int>((s.seq_q + C::kTileQ - 1) / C::kTileQ);
   args.tiles_k = static_cast<int>((s.seq_k + C::kTileK - 1) / C::kTileK);
-  args.scale_log2 = p.softmax_scale * kLog2e;
+  args.scale_log2 = scale_log2(p.softmax_scale);
   cudaError_t status = cudaSuccess;
   const auto map = [&](CUtensorMap* to, const View& x, int64_t heads, int64_t rows, int box_rows,
                        DType dtype) {

@@ -1,6 +1,7 @@
 // A consumer warpgroup of the fused backward: its 64 keys, and the parts of a step (backward.cu draws one).
 #pragma once
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/special_registers.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/sm90/backward_registers.cuh"
 

@@ -4,6 +4,7 @@
 // scale once and hands it to the others through a scratch of its warp.
 #pragma once
 #include "cuda/ptx/math.cuh"
+#include "cuda/ptx/special_registers.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/tile/probability_quantizer.cuh"
 

@@ -19,10 +19,6 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kCons
 // Named barriers; 0 is __syncthreads().
 inline constexpr int kTurnBarrier = 1;  // + consumer: forward, whose matrix products are next
 
-// Gain that exp2(t - E) carries while it is quantised.
-template <Recipe kRecipe>
-inline constexpr float kProbabilityGain = 1 << probability_gain(kRecipe);
-
 template <int kHeadDim_>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDim_, kTileQ = kConsumers * kWarpgroupRows, kTileK = 128, kStages = 2;

@@ -104,7 +104,7 @@ cudaError_t launch(const ForwardParams& p, int64_t padded_keys, cudaStream_t str
   args.p = p;
   args.tiles_q = static_cast<int>((s.seq_q + C::kTileQ - 1) / C::kTileQ);
   args.key_boxes = static_cast<int>(padded_keys / 64);
-  args.scale_log2 = p.softmax_scale * kLog2e;
+  args.scale_log2 = scale_log2(p.softmax_scale);
   cudaError_t status =
       rows_map(&args.q, p.q, s.batch, s.heads_q, s.seq_q, s.head_dim, C::kTileQ, DType::kBFloat16);
   const auto keys_map = [&](CUtensorMap* map, const View& x, DType dtype) {

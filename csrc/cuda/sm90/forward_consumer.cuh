@@ -1,6 +1,7 @@
 // A consumer warpgroup of the forward: its 64 query rows, and the steps it takes for each tile of keys.
 #pragma once
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/special_registers.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/sm90/forward_registers.cuh"
 

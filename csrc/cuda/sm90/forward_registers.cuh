@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/ptx/math.cuh"
+#include "cuda/ptx/special_registers.cuh"
 #include "cuda/sm90/forward_plan.cuh"
 #include "cuda/tile/probability_quantizer.cuh"
 
@@ -156,7 +157,8 @@ struct ForwardRegisters {
       const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4 + 8 * r;
       if (lane % 4 != 0 || row >= p.shape.seq_q) continue;
       const int64_t at = (here.b * p.shape.heads_q + here.h) * p.shape.seq_q + row;
-      if (p.lse) p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * 0.693147180559945f;
+      if (p.lse)
+        p.lse[at] = empty ? kNegativeInfinity : (exponent[r] + log2f(sum)) * static_cast<float>(kLn2);
       if (p.row_exponent)
         p.row_exponent[at] = empty ? INT32_MIN : max(static_cast<int32_t>(exponent[r]), INT32_MIN + 1);
     }

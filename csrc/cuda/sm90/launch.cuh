@@ -6,8 +6,6 @@
 
 namespace attn_qat::sm90 {
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-
 template <class Smem, class Args>
 cudaError_t launch_tiles(void (*kernel)(Args), const Args& args, int64_t tiles, cudaStream_t stream) {
   static_assert(sizeof(Smem) <= kSmemLimit, "must fit the shared memory of compute capability 9.0");
