@@ -64,6 +64,27 @@ def test_bshd_views(which, recipe, device):
         assert_same_bits(got, bits, name)
 
 
+@pytest.mark.parametrize("which", ["d", "kv", "dqkv"])
+def test_expanded_heads(which, recipe, device):
+    """One head seen as many, without a copy, gives the bits of the copies (d is grad_out)."""
+    case = make_case(Shape(2, 4, 4, 70, 100, 64), device)
+    for name, x in zip("dqkv", (case.grad_out, case.q, case.k, case.v)):
+        if name in which:
+            x.copy_(x[:, :1].clone().expand_as(x))
+    saved = case.forward(recipe)
+    grad_out, q, k, v, *rest = case.backward_args(recipe, saved)
+    views = [
+        x[:, :1].contiguous().expand_as(x) if name in which else x
+        for name, x in zip("dqkv", (grad_out, q, k, v))
+    ]
+    want = case.backward(recipe, saved)
+    for name, got, bits in zip(NAMES, attn_qat.backward(*views, *rest), want):
+        assert_same_bits(got, bits, name)
+    options = case.softmax_scale, case.is_causal, recipe
+    for got, bits in zip(attn_qat.forward(*views[1:], *options), saved):
+        assert_same_bits(got, bits)
+
+
 EMPTY = [{"batch": 0}, {"seq_q": 0}, {"heads_q": 0, "heads_kv": 0}, {"seq_kv": 0}]
 
 

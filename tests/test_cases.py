@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import RECIPES, Shape, make_case
 from contract import RELATIVE, assert_close, assert_lse, assert_same_bits, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 from contract import check_backward, check_forward
 
 import attn_qat
@@ -132,6 +133,28 @@ def test_c05_offsets_past_2_31_elements(recipe, device):
 
 
 LENGTHS = (1, 15, 16, 17, 31, 33, 63, 65, 127, 129)
+
+
+class Copies(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_)
+        return function(*args, **(kwargs or {}))
+
+
+def test_c04_grad_out_of_a_layer_is_not_copied(device):
+    """Behind transpose and reshape it arrives as (B, S, H, D), which the kernels read."""
+    case = make_case(Shape(2, 3, 3, 33, 33, 64), device)
+    leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    out = attn_qat.attention(*leaves)
+    with Copies() as copies:
+        torch.autograd.grad(
+            out.transpose(1, 2).unflatten(1, (1, -1)), leaves, torch.ones(2, 1, 33, 3, 64).to(out)
+        )
+    assert copies.count == 0
 
 
 @each_recipe

@@ -24,13 +24,17 @@ def _setup_forward(ctx, inputs, output) -> None:
 def _readable(grad_out: Tensor) -> Tensor:
     """A gradient arrives as other code left it: expanded, transposed, or a view from anywhere in a buffer.
 
-    Compiled code may move it again after this was traced; at an address that is no multiple of 16 bytes the
+    It is copied where the operator cannot read it, and where that cannot be told (subclasses, so also where it
+    is traced). Compiled code may move it again afterwards; at an address that is no multiple of 16 bytes the
     operator then raises.
     """
-    grad_out = grad_out.contiguous()
-    if grad_out.storage_offset() * grad_out.element_size() % ROW_ALIGNMENT != 0:
-        return grad_out.clone()
-    return grad_out
+    aligned = ROW_ALIGNMENT // grad_out.element_size()
+    starts_well = grad_out.storage_offset() % aligned == 0
+    if type(grad_out) is Tensor and starts_well and grad_out.stride(3) == 1:
+        rows = zip(grad_out.stride()[:3], grad_out.shape, strict=False)
+        if all(size == 1 or (stride > 0 and stride % aligned == 0) for stride, size in rows):
+            return grad_out
+    return grad_out.contiguous() if starts_well else grad_out.clone(memory_format=torch.contiguous_format)
 
 
 def _backward_of_forward(ctx, grad_out, *_):
