@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from cases import RECIPES, Shape, make_case
-from contract import RELATIVE, assert_close, assert_lse, assert_same_bits, relative_error
+from contract import assert_close, assert_lse, assert_same_bits, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from contract import check_backward, check_forward
 
@@ -201,9 +201,10 @@ def test_c07_grouped_heads(causal, recipe, device):
 
 
 @each_recipe
-def test_c07_cancelling_groups(recipe, device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_c07_cancelling_groups(dtype, recipe, device):
     """Heads come in pairs with equal q and opposite grad_out: dK and dV are 0, with no BF16 residue."""
-    case = make_case(Shape(1, 4, 1, 33, 50, 64), device, dtype=torch.float32)
+    case = make_case(Shape(1, 4, 1, 33, 50, 64), device, dtype)
     case.q[:, 1], case.q[:, 3] = case.q[:, 0], case.q[:, 2]
     case.grad_out[:, 1], case.grad_out[:, 3] = -case.grad_out[:, 0], -case.grad_out[:, 2]
     _, dk, dv = case.backward(recipe)
@@ -308,7 +309,7 @@ def test_c21_order_of_v(causal, key_of, recipe, device):
     assert bool(((out - want).abs() <= 0.1 * want.abs()).all())
 
 
-UNIFORM_DV = {16: 0.9375, 64: 0.75, 128: 1.0, 512: 1.0, 1024: 1.0, 2048: 0.0, 4096: 0.0}
+UNIFORM_DV = {16: 0.9375, 64: 0.75, 128: 1, 256: 1, 512: 1, 683: 683 / 1024, 1024: 1, 2048: 0, 4096: 0}
 
 
 @pytest.mark.parametrize("length, ratio", UNIFORM_DV.items())
@@ -324,7 +325,7 @@ def test_c23_dv_of_uniform_attention(length, ratio, device):
 @pytest.mark.parametrize("length, cudnn", [(1024, 0.20), (4096, 0.53)])
 def test_c23_dv_on_long_rows(length, cudnn, device):
     """Distance of dV from that of an unquantised P, unit normal inputs: it grows in cudnn, is 9% in fp4."""
-    case = make_case(Shape(1, 1, 1, length, length, 64), device, dtype=torch.float32)
+    case = make_case(Shape(1, 1, 1, length, length, 64), device)
     exact = case.backward("fp4_qk")[2]
     assert relative_error(case.backward("cudnn")[2], exact) == pytest.approx(cudnn, abs=0.03)
     assert relative_error(case.backward("fp4")[2], exact) == pytest.approx(0.09, abs=0.015)
@@ -333,13 +334,13 @@ def test_c23_dv_on_long_rows(length, cudnn, device):
 @pytest.mark.parametrize("recipe", ["fp4", "fp4_qk"])
 def test_c23_forward_and_backward_share_p(recipe, device):
     """With one-hot v and grad_out, out is P^ and dv its transpose: same codes (neighbours are 14% apart)."""
-    case = make_case(Shape(1, 1, 1, 64, 64, 64), device, dtype=torch.float32)
+    case = make_case(Shape(1, 1, 1, 64, 64, 64), device)
     case.v.copy_(6 * torch.eye(64)), case.grad_out.copy_(torch.eye(64))
     saved = case.forward(recipe)
     p_forward = (saved[0] / 6).double().cpu()
     p_backward = case.backward(recipe, saved)[2].mT.double().cpu()
     assert torch.equal(p_forward == 0, p_backward == 0)
-    assert bool(((p_forward - p_backward).abs() <= RELATIVE * p_forward).all())
+    assert bool(((p_forward - p_backward).abs() <= 0.02 * p_forward).all())  # both are rounded to BF16
 
 
 @pytest.mark.parametrize("recipe, kept", [("cudnn", [0, 0]), ("fp4", [1, 0]), ("fp4_qk", [1, 1])])

@@ -67,8 +67,9 @@ def test_reference_is_the_autograd_of_its_forward(shape, recipe):
 
 @each_recipe
 @each_shape
-def test_attention_is_the_autograd_of_its_forward(shape, recipe, device):
-    case = make_case(shape, device, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_is_the_autograd_of_its_forward(dtype, shape, recipe, device):
+    case = make_case(shape, device, dtype)
     leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
     out = attn_qat.attention(*leaves, is_causal=case.is_causal, recipe=recipe)
     grads = torch.autograd.grad(out, leaves, case.grad_out)
