@@ -61,6 +61,53 @@ def test_a_call_computes_attn_qat_attention(options, heads_kv, lengths, recipe, 
     assert_all_same(torch.autograd.grad(out, tensors, grad_out), torch.autograd.grad(want, tensors, grad_out))
 
 
+class Tied(nn.Module):
+    """One attention layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.ModuleList([SelfAttention()]), nn.ModuleList()
+        self.decoder.append(self.encoder[0])
+
+    def forward(self, x):
+        return self.decoder[0](self.encoder[0](x))
+
+
+def test_a_module_with_two_names(make, x):
+    tied = make(Tied)
+    for modules, name in ("encoder", "encoder.0"), ("decoder", "decoder.0"), (None, "encoder.0"):
+        with attn_qat.convert(tied, recipe=RECIPE, modules=modules) as conversion:
+            tied(x)
+        assert conversion.replaced == [name]
+    same = "'encoder.0' is the same module as 'decoder.0', which exclude names, takes one choice"
+    with pytest.raises(ValueError, match=same):
+        attn_qat.convert(tied, exclude="decoder")
+
+
+class Forwards(nn.Module):
+    """Answers for the module inside, as trainers' wrappers do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_wrapper_around_a_converted_module_is_told_apart(make, x):
+    wrapped = Forwards(make(Model))
+    with attn_qat.convert(wrapped.inner):
+        with pytest.raises(ValueError, match="'inner' is converted already"):
+            attn_qat.convert(wrapped)
+
+
 def test_a_model_computes_what_patching_torch_would_give(make, x, monkeypatch):
     model = make()
     plain = model(x)

@@ -160,6 +160,20 @@ def test_self_attention_alone(wan, inputs):
     assert_same_bits(run(native, inputs), got)
 
 
+def test_modules_that_share_a_processor(wan, inputs):
+    """Only the chosen ones get the backend, in this model and in another that holds the same processor."""
+    model, other = wan(), wan()
+    processor = model.blocks[0].attn1.processor
+    for module in (*model.modules(), *other.modules()):
+        if hasattr(module, "set_processor"):
+            module.set_processor(processor)
+    want, want_other = wan(), run(other, inputs)
+    set_attention(want, modules="blocks.0.attn1")
+    assert set_attention(model, modules="blocks.0.attn1") == ["blocks.0.attn1"]
+    assert_same_bits(run(model, inputs), run(want, inputs))
+    assert_same_bits(run(other, inputs), want_other)
+
+
 def test_teacher_beside_student(wan, inputs):
     teacher, student = wan(), wan()
     plain = run(teacher, inputs)

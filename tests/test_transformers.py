@@ -189,6 +189,60 @@ def test_teacher_and_student_choose_for_themselves(make, ids):
     assert_same_bits(student(ids).logits, plain)
 
 
+# --- Models that do not ask ---------------------------------------------------------------------------------
+
+
+def bloom(implementation):
+    config = transformers.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=128, n_layer=1, n_head=2, attn_implementation=implementation
+    )
+    return transformers.BloomForCausalLM(config)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_with_attention_of_its_own_is_refused(compiled, ids):
+    """transformers takes the name for it; without this error it would see no mask, and later tokens."""
+    model = bloom("attn_qat").to(ids.device)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    with pytest.raises(ValueError, match="models of BloomConfig run attention of their own"):
+        run(ids)
+    assert torch.isfinite(bloom("eager").to(ids.device)(ids).logits).all()
+
+
+@pytest.mark.parametrize(
+    "family", ["Llama", "Bert", "Bart", "Whisper", "ViT", "CLIPText", "GPT2", "Mistral", "T5"]
+)
+def test_models_that_ask_are_not_refused(family):
+    from attn_qat.integrations.transformers import _why_not_asked
+
+    assert hasattr(transformers, f"{family}Model")  # imports its modeling file
+    assert _why_not_asked(getattr(transformers, f"{family}Config")) is None
+
+
+# --- Compiled without a cache -------------------------------------------------------------------------------
+
+
+def test_compiled_gradient_checkpointing(make, ids, device):
+    """It turns the cache off, for which transformers then traces a mask; with one given there is none."""
+
+    def step(run, model, **options):
+        model.zero_grad()
+        loss = run(ids, labels=ids, **options).loss
+        loss.backward()
+        return loss.detach(), *(x.grad.clone() for x in model.parameters())
+
+    model = make("llama", NAMES["fp4_qk"]).train()
+    model.gradient_checkpointing_enable()
+    want = step(model, model)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(Exception, match="takes None: attention is full or causal"):
+        compiled(ids, labels=ids)
+    torch._dynamo.reset()
+    got = step(compiled, model, past_key_values=transformers.DynamicCache(config=model.config))
+    for x, y in zip(got, want, strict=True):
+        assert_close(x, y)
+
+
 # --- What is refused ----------------------------------------------------------------------------------------
 
 
@@ -239,12 +293,16 @@ def test_refused_with_the_reason(kind, config, call, reason, make, ids):
 
 
 def test_sliding_window_is_refused_where_it_hides_keys(device, ids):
-    config = transformers.MistralConfig(**{**llama_config().to_dict(), "sliding_window": 16})
-    config._attn_implementation = "attn_qat"
-    model = transformers.MistralForCausalLM(config).to(device, torch.bfloat16)
-    model(ids[:, :15])
+    def make(window):
+        config = transformers.MistralConfig(**{**llama_config().to_dict(), "sliding_window": window})
+        config._attn_implementation = "attn_qat"
+        return transformers.MistralForCausalLM(config).to(device, torch.bfloat16)
+
+    model, whole = make(16), make(None)
+    whole.load_state_dict(model.state_dict())
+    assert_same_bits(model(ids[:, :16]).logits, whole(ids[:, :16]).logits)
     with pytest.raises(ValueError, match="attention_mask has shape"):
-        model(ids)
+        model(ids[:, :17])
 
 
 def test_a_mask_that_hides_nothing_is_none(make, ids):

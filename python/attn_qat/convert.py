@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .integrations import sdpa
-from .integrations.modules import Modules, below, called, choose, named_modules
+from .integrations.modules import Modules, below, called, check_one_choice, choose, named_modules
 from .integrations.multi_head import MultiHead
 from .recipe import Recipe
 
@@ -191,7 +191,7 @@ def _may_attend(module: nn.Module) -> bool:
 
 
 def _why_not_convertible(module: nn.Module) -> str | None:
-    if hasattr(module, _ROUTE):
+    if _ROUTE in vars(module):
         return "is converted already, takes a module that is not: undo that first"
     if isinstance(module, torch.jit.ScriptModule):
         return "is a ScriptModule, whose calls torch does not show: convert before scripting"
@@ -303,6 +303,7 @@ def convert(
         named = named_modules(model)
         chosen = choose(named, "" if modules is None else modules, "attn_qat.convert: modules")
         excluded = choose(named, exclude, "attn_qat.convert: exclude")
+        check_one_choice(named, chosen, excluded, "attn_qat.convert")
         conversion = Conversion(recipe, [name for name in chosen if not below(name, excluded)])
         routes = _routes(named, conversion, excluded, unsupported)
         try:
@@ -320,8 +321,12 @@ def _routes(
     """name -> what its forward is to run in, for every module that may call attention or runs one that
     does."""
     routes: dict[str, TorchFunctionMode | None] = {}
+    names = {
+        id(module): name for name, module in reversed(named.items())
+    }  # the first, but a chosen one if any
+    names |= {id(named[name]): name for name in reversed(named) if below(name, conversion.modules)}
     for name, module in named.items():
-        if not _may_attend(module):
+        if names[id(module)] != name or not _may_attend(module):
             continue
         reason = _why_not_convertible(module)
         if below(name, conversion.modules):

@@ -9,6 +9,7 @@ diffusers has no public way to add a backend: its names are a closed enumeration
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ..recipe import Recipe
 from . import missing, sdpa
-from .modules import Modules, below, called, choose, named_modules
+from .modules import Modules, below, called, check_one_choice, choose, named_modules
 
 try:
     import diffusers
@@ -111,6 +112,7 @@ def set_attention(
     named = named_modules(model)
     chosen = choose(named, "" if modules is None else modules, "attn_qat: modules")
     excluded = choose(named, exclude, "attn_qat: exclude")
+    check_one_choice(named, chosen, excluded, "attn_qat")
     found = {
         path: module
         for path, module in named.items()
@@ -127,5 +129,7 @@ def set_attention(
                 "backend, takes one that does; use attn_qat.convert for this model"
             )
     for module in found.values():
-        module.processor._attention_backend = by_value[name]
+        processor = copy.copy(module.processor)  # which other modules, and other models, may share
+        processor._attention_backend = by_value[name]
+        module.set_processor(processor)
     return list(found)

@@ -17,17 +17,41 @@ def called(name: str) -> str:
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """name -> module, parents first, named as if torch.compile had wrapped no part of the model."""
-    return {
-        ".".join(part for part in name.split(".") if part != "_orig_mod"): module
-        for name, module in model.named_modules()
-        if not isinstance(module, torch._dynamo.OptimizedModule)
-    }
+    """name -> module, parents first, named as if torch.compile had wrapped no part of the model.
+
+    A module that is held twice has two names.
+    """
+    return dict(_walk(model, "", ()))
+
+
+def _walk(module: nn.Module, name: str, parents: tuple[nn.Module, ...]):
+    wraps = isinstance(module, torch._dynamo.OptimizedModule)
+    if not wraps:
+        yield name, module
+    for part, child in module._modules.items():
+        if child is not None and not any(child is parent for parent in (*parents, module)):
+            below = name if wraps and part == "_orig_mod" else f"{name}.{part}" if name else part
+            yield from _walk(child, below, (*parents, module))
 
 
 def below(name: str, roots: Iterable[str]) -> bool:
     """Whether name is one of roots or lies in one."""
     return any(root in ("", name) or name.startswith(root + ".") for root in roots)
+
+
+def check_one_choice(named: dict[str, nn.Module], chosen: list[str], excluded: list[str], where: str) -> None:
+    """Raises ValueError for a module that is chosen by one of its names and excluded by another."""
+    wanted = {
+        id(module): name
+        for name, module in named.items()
+        if below(name, chosen) and not below(name, excluded)
+    }
+    for name, module in named.items():
+        if below(name, excluded) and id(module) in wanted:
+            raise ValueError(
+                f"{where}: {called(wanted[id(module)])} is the same module as {called(name)}, which exclude "
+                "names, takes one choice for one module"
+            )
 
 
 def choose(named: dict[str, nn.Module], modules: Modules, argument: str) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,8 @@ def attention_forward(
         raise ValueError(
             f"{where}: attention_mask has shape {tuple(attention_mask.shape)}, takes None: attention is full "
             "or causal. transformers makes a mask for padding, packed sequences, sliding windows, static "
-            "caches, and when it traces with an attention_mask given"
+            "caches, and when it traces with an attention_mask given or without a cache (use_cache=False, "
+            "also by gradient checkpointing)"
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -129,14 +131,21 @@ def attention_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    config=None,
     **kwargs,
 ) -> Tensor | None:
     """transformers' mask function: None where attention is full, or causal and aligned bottom-right.
 
     Other masks are those of `sdpa`. When there is one differs: `sdpa` makes one for queries that follow
     cached keys, none for an empty static cache (causal, top-left), and decides otherwise under torch.compile.
+    Raises ValueError for models that make their masks here and then run attention of their own, which would
+    see no mask at all.
     """
-    unmasked = local_size is None or kv_length < local_size
+    reason = _why_not_asked(type(config))
+    if reason is not None:
+        raise ValueError(f"attn_qat in transformers: {reason}")
+    # A window or a first chunk as long as the keys hides none of them.
+    unmasked = local_size is None or kv_length < local_size + (kv_offset == 0)
     if unmasked and _hides_nothing(attention_mask, kv_offset + kv_length):
         if allow_is_bidirectional_skip:
             return None
@@ -154,8 +163,32 @@ def attention_mask(
         local_size=local_size,
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False,
+        config=config,
         **kwargs,
     )
+
+
+@torch.compiler.assume_constant_result  # it reads source text
+def _why_not_asked(config_class: type) -> str | None:
+    return _find_why_not_asked(config_class)
+
+
+@functools.cache
+def _find_why_not_asked(config_class: type) -> str | None:
+    """Why models of this configuration would not call `attention_forward`; None if they would, or are unknown.
+
+    transformers takes any registered name for them, and leaves it at that.
+    """
+    home = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
+    for model in vars(home).values() if home else ():
+        if isinstance(model, type) and issubclass(model, transformers.PreTrainedModel):
+            uses_interface = getattr(model, "_can_set_attn_implementation", None)
+            if model.__module__ == home.__name__ and uses_interface is not None and not uses_interface():
+                return (
+                    f"models of {config_class.__name__} run attention of their own whatever "
+                    "attn_implementation says, takes models built on AttentionInterface"
+                )
+    return None
 
 
 def _hides_nothing(padding_mask: Tensor | None, length: int) -> bool:
