@@ -84,6 +84,19 @@ def test_a_module_with_two_names(make, x):
         attn_qat.convert(tied, exclude="decoder")
 
 
+def test_a_copy_with_its_conversion_is_undone_by_itself(make, x):
+    model = make(Model)
+    plain = model(x)
+    with attn_qat.convert(model, recipe=RECIPE) as conversion:
+        converted = model(x)
+        copied, copied_conversion = copy.deepcopy((model, conversion))
+        copied_conversion.undo()
+        assert_same_bits(copied(x), plain)
+        assert_same_bits(model(x), converted)
+    with attn_qat.convert(copied, recipe=RECIPE):
+        assert_same_bits(copied(x), converted)
+
+
 class Forwards(nn.Module):
     """Answers for the module inside, as trainers' wrappers do."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import attention, inference
 from ..inference import PV_MODES, infer, infer_kernel, recipe_of
 from ..recipe import Recipe
+from . import missing
 
 try:
     from fastvideo.attention.backends.abstract import AttentionBackend, AttentionImpl
@@ -131,7 +132,7 @@ def _check_options(
                 "the row sums and would have to redraw the same mask, which no kernel here does"
             )
     for argument, value in arguments.items():
-        if value:
+        if isinstance(value, Tensor) or value:
             raise TypeError(f"{name}: got {argument}={value!r}, which this backend would ignore")
 
 
@@ -322,8 +323,13 @@ def unregister() -> None:
 
 def _fastvideo():
     """FastVideo's `platforms` and `attention.selector`, with the private names that `register` needs."""
-    from fastvideo import platforms
-    from fastvideo.attention import selector
+    try:
+        from fastvideo import platforms
+        from fastvideo.attention import selector
+    except ModuleNotFoundError as error:
+        if error.name != "fastvideo":
+            raise
+        raise missing("fastvideo", "fastvideo>=0.2,<0.3") from error
 
     for module, attribute in ((platforms, "_current_platform"), (selector, "_cached_get_attn_backend")):
         if not hasattr(module, attribute):
