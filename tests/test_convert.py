@@ -14,7 +14,6 @@ from convert_models import (  # noqa: F401  fixtures among them
     ALL,
     RECIPE,
     WIDTH,
-    Block,
     Call,
     Model,
     SelfAttention,
@@ -59,66 +58,6 @@ def test_a_call_computes_attn_qat_attention(options, heads_kv, lengths, recipe, 
     )
     assert_same_bits(out, want)
     assert_all_same(torch.autograd.grad(out, tensors, grad_out), torch.autograd.grad(want, tensors, grad_out))
-
-
-class Tied(nn.Module):
-    """One attention layer under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = nn.ModuleList([SelfAttention()]), nn.ModuleList()
-        self.decoder.append(self.encoder[0])
-
-    def forward(self, x):
-        return self.decoder[0](self.encoder[0](x))
-
-
-def test_a_module_with_two_names(make, x):
-    tied = make(Tied)
-    for modules, name in ("encoder", "encoder.0"), ("decoder", "decoder.0"), (None, "encoder.0"):
-        with attn_qat.convert(tied, recipe=RECIPE, modules=modules) as conversion:
-            tied(x)
-        assert conversion.replaced == [name]
-    same = "'encoder.0' is the same module as 'decoder.0', which exclude names, takes one choice"
-    with pytest.raises(ValueError, match=same):
-        attn_qat.convert(tied, exclude="decoder")
-
-
-def test_a_copy_with_its_conversion_is_undone_by_itself(make, x):
-    model = make(Model)
-    plain = model(x)
-    with attn_qat.convert(model, recipe=RECIPE) as conversion:
-        converted = model(x)
-        copied, copied_conversion = copy.deepcopy((model, conversion))
-        copied_conversion.undo()
-        assert_same_bits(copied(x), plain)
-        assert_same_bits(model(x), converted)
-    with attn_qat.convert(copied, recipe=RECIPE):
-        assert_same_bits(copied(x), converted)
-
-
-class Forwards(nn.Module):
-    """Answers for the module inside, as trainers' wrappers do."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-def test_a_wrapper_around_a_converted_module_is_told_apart(make, x):
-    wrapped = Forwards(make(Model))
-    with attn_qat.convert(wrapped.inner):
-        with pytest.raises(ValueError, match="'inner' is converted already"):
-            attn_qat.convert(wrapped)
 
 
 def test_a_model_computes_what_patching_torch_would_give(make, x, monkeypatch):
@@ -184,6 +123,29 @@ def test_chosen_modules_and_no_others(choice, replaced, compiled, make, x, monke
 
         module.forward = forward
     assert_close(got, model(x), 1e-2) if compiled else assert_same_bits(got, model(x))
+
+
+class Tied(nn.Module):
+    """One attention layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.ModuleList([SelfAttention()]), nn.ModuleList()
+        self.decoder.append(self.encoder[0])
+
+    def forward(self, x):
+        return self.decoder[0](self.encoder[0](x))
+
+
+def test_a_module_with_two_names(make, x):
+    tied = make(Tied)
+    for modules, name in ("encoder", "encoder.0"), ("decoder", "decoder.0"), (None, "encoder.0"):
+        with attn_qat.convert(tied, recipe=RECIPE, modules=modules) as conversion:
+            tied(x)
+        assert conversion.replaced == [name]
+    same = "'encoder.0' is the same module as 'decoder.0', which exclude names, takes one choice"
+    with pytest.raises(ValueError, match=same):
+        attn_qat.convert(tied, exclude="decoder")
 
 
 def test_the_report_says_how_many_which_and_why(make, x):
@@ -429,6 +391,19 @@ def test_copies_are_converted_and_stand_alone(duplicate, make, x):
     assert_same_bits(twin(x), want)
 
 
+def test_a_copy_with_its_conversion_is_undone_by_itself(make, x):
+    model = make(Model)
+    plain = model(x)
+    with attn_qat.convert(model, recipe=RECIPE) as conversion:
+        converted = model(x)
+        copied, copied_conversion = copy.deepcopy((model, conversion))
+        copied_conversion.undo()
+        assert_same_bits(copied(x), plain)
+        assert_same_bits(model(x), converted)
+    with attn_qat.convert(copied, recipe=RECIPE):
+        assert_same_bits(copied(x), converted)
+
+
 def test_the_signature_of_forward_stays(make):
     block = SelfAttention()
     before = inspect.signature(block.forward)
@@ -537,80 +512,3 @@ def test_composes_with_quantised_linears_in_either_order(first, modules, device,
         conversion.undo()
         assert not torch.equal(model(x), out)
     assert_close(out, converted[0], 5e-2)
-
-
-# --- Wrong arguments ----------------------------------------------------------------------------------------
-
-WRONG = {
-    "model": (lambda m: attn_qat.convert("model"), TypeError, "model is a str, takes a torch.nn.Module"),
-    "recipe": (lambda m: attn_qat.convert(m, recipe="fp8"), ValueError, "fp8"),
-    "unsupported": (
-        lambda m: attn_qat.convert(m, unsupported="skip"),
-        ValueError,
-        "unsupported is 'skip', takes 'raise'",
-    ),
-    "name": (
-        lambda m: attn_qat.convert(m, modules="block.0"),
-        ValueError,
-        "modules holds 'block.0', which matches no",
-    ),
-    "exclude": (
-        lambda m: attn_qat.convert(m, exclude=["attn3"]),
-        ValueError,
-        "exclude holds 'attn3', which matches no",
-    ),
-    "type": (lambda m: attn_qat.convert(m, modules=[m]), TypeError, "takes names, patterns or a predicate"),
-    "none": (lambda m: attn_qat.convert(m, modules=lambda *_: False), ValueError, "modules chooses none"),
-    "no attention": (lambda m: attn_qat.convert(m, modules="*.norm"), ValueError, "modules chooses none"),
-    "all excluded": (lambda m: attn_qat.convert(m, exclude=""), ValueError, "modules chooses none"),
-}
-
-
-@pytest.mark.parametrize("call, error, message", WRONG.values(), ids=WRONG.keys())
-def test_wrong_arguments(call, error, message):
-    model = Model()
-    with pytest.raises(error, match=message):
-        call(model)
-    assert all(
-        type(m).__module__ != "attn_qat.convert" and "_attn_qat_route" not in vars(m) for m in model.modules()
-    )
-
-
-def _converted_already(model):
-    attn_qat.convert(model.blocks[1])
-
-
-def _scripted(model):
-    class Plain(nn.Module):
-        def forward(self, x):
-            return x
-
-    model.blocks[1].attn1 = torch.jit.script(Plain())
-
-
-def _traced(model):
-    model.blocks[1].attn1 = torch.fx.symbolic_trace(nn.Identity())
-
-
-def _hooked(model):
-    attention = model.blocks[1].attn1
-    attention.forward = lambda x: x
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize(
-    "prepare, reason",
-    [
-        (_converted_already, "is converted already"),
-        (_scripted, "is a ScriptModule"),
-        (_traced, "is a GraphModule"),
-        (_hooked, "has a forward of its own"),
-    ],
-)
-def test_a_module_that_cannot_be_converted_is_named_and_nothing_converted(prepare, reason):
-    model = Model()
-    prepare(model)
-    with pytest.raises(ValueError, match=rf"'blocks.1(.attn1)?' {reason}"):
-        attn_qat.convert(model)
-    assert type(model) is Model and type(model.blocks[0]) is Block
-    attn_qat.convert(model, modules="blocks.0").undo()

@@ -321,10 +321,9 @@ def _routes(
     """name -> what its forward is to run in, for every module that may call attention or runs one that
     does."""
     routes: dict[str, TorchFunctionMode | None] = {}
-    names = {
-        id(module): name for name, module in reversed(named.items())
-    }  # the first, but a chosen one if any
-    names |= {id(named[name]): name for name in reversed(named) if below(name, conversion.modules)}
+    # Of a module's names the first, but a chosen one if there is one.
+    chosen_last = sorted(reversed(named), key=lambda name: below(name, conversion.modules))
+    names = {id(named[name]): name for name in chosen_last}
     for name, module in named.items():
         if names[id(module)] != name or not _may_attend(module):
             continue

@@ -118,7 +118,8 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def resolve(device: torch.device, part: str = "forward") -> tuple[str, str | None, tuple[str, ...]]:
     """(target, kernel family, a sentence for each family not taken) for 'forward' or 'backward' on a device.
 
-    For a device in general, and without touching it; `explain` asks the operators' dispatch table for one problem.
+    For a device in general, and without touching it; `explain` asks the operators' dispatch table for one
+    problem.
     """
     if device.type == "cpu":
         return "cpu", "cpu", ()

@@ -1,5 +1,6 @@
-"""cuDNN frontend's `nvfp4_attention_qat_backward`, name for name, on CPUs and Hopper; compiled for Blackwell, never run there.
+"""cuDNN frontend's `nvfp4_attention_qat_backward`, name for name, on CPUs and Hopper.
 
+It is compiled for Blackwell, too, and has never been run there.
 Change the import and keep the call. The numbers are recipe `cudnn`, the published contract; docs/cudnn.md
 lists what differs. Errors name tensors as `Nvfp4AttentionQatBackward.execute` does.
 
