@@ -17,9 +17,11 @@
 // dQ is summed over kv tiles in global memory, in FP32, in the order in which the accumulators hold it, by bulk copies
 // that add. For the same bits on every run they go in turns: a counter for each query tile says how many kv tiles have
 // been added. A thread block waits only for blocks that started before it: kv tiles add, and start, in ascending order;
-// under a causal mask in descending order, so that nobody waits at the start.
+// under a causal mask in descending order, so that nobody waits at the start. Kv tiles of several heads start side by
+// side (kBlocksTogether), so that those of one head follow each other at the pace at which they add.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/ptx/bulk.cuh"
@@ -147,6 +149,7 @@ cudaError_t launch(const BackwardParams& p, const RowPairStatistics* statistics,
   args.p = p, args.statistics = statistics, args.dq = dq;
   args.tiles_q = static_cast<int>((s.seq_q + C::kTileQ - 1) / C::kTileQ);
   args.tiles_k = static_cast<int>((s.seq_k + C::kTileK - 1) / C::kTileK);
+  args.heads_together = std::max(kBlocksTogether / args.tiles_k, 1);
   args.scale_log2 = scale_log2(p.softmax_scale);
   cudaError_t status = cudaSuccess;
   const auto map = [&](CUtensorMap* to, const View& x, int64_t heads, int64_t rows, int box_rows,

@@ -13,7 +13,7 @@ struct BackwardArgs {
   BackwardParams p;
   const RowPairStatistics* statistics;  // [B, Hq, tiles_q * kTileQ / 2], zero past the end
   GradQuery dq;
-  int tiles_q, tiles_k;
+  int tiles_q, tiles_k, heads_together;
   float scale_log2;
 };
 
@@ -22,6 +22,11 @@ struct alignas(8) ColumnScale {
   float reciprocal;
   float factor;  // what a code is multiplied by
 };
+
+// Thread blocks start kv tile by kv tile of so many blocks' worth of heads. A query tile takes dQ from one kv tile after
+// the other: were the kv tiles of a head to start all at once, each would wait for those before it. On an H200 (132
+// multiprocessors) 256 is best, or 2% off it, from 1,024 to 31,200 keys.
+inline constexpr int kBlocksTogether = 256;
 
 inline constexpr int kAdders = 2;  // warps that add dQ to global memory, taking turns
 
@@ -57,9 +62,12 @@ struct BackwardPlace {
   __device__ BackwardPlace(const BackwardArgs& args, uint32_t block) {
     const AttentionShape& shape = args.p.shape;
     const auto tiles_k = static_cast<uint32_t>(args.tiles_k),
-               heads_kv = static_cast<uint32_t>(shape.heads_kv);
-    const uint32_t head = block / tiles_k;
-    tile_k = block % tiles_k;
+               heads_kv = static_cast<uint32_t>(shape.heads_kv),
+               together = static_cast<uint32_t>(args.heads_together);
+    const uint32_t first_head = block / (together * tiles_k) * together,
+                   heads_here = min(together, static_cast<uint32_t>(shape.batch) * heads_kv - first_head),
+                   place = block - first_head * tiles_k, head = first_head + place % heads_here;
+    tile_k = place / heads_here;
     if (in_descending_turns(args)) tile_k = tiles_k - 1 - tile_k;
     b = head / heads_kv, h_kv = head % heads_kv;
     heads = static_cast<uint32_t>(shape.heads_q) / heads_kv, h_first = h_kv * heads;
