@@ -63,10 +63,17 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes)
 #define ATTN_QAT_D32                                                                                        \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
   "%28,%29,%30,%31}"
+#define ATTN_QAT_D36                                                                                    \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26," \
+  "%27,%28,%29,%30,%31,%32,%33,%34,%35}"
 #define ATTN_QAT_D64                                                                                         \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"  \
   "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53," \
   "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
+#define ATTN_QAT_D68                                                                                     \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"  \
+  "%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
+  "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67}"
 
 // wgmma for one width and type, a from shared memory and from registers. With `accumulate` false d starts at 0.
 #define ATTN_QAT_WGMMA(N, TILES, D, TYPE, T, A0, A1, A2, A3, A4, A5, ...)                                   \
@@ -94,30 +101,48 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes)
   }
 #define ATTN_QAT_TRANS_1 "10"
 #define ATTN_QAT_TRANS_8 "38"
+#define ATTN_QAT_TRANS_9 "42"
 #define ATTN_QAT_TRANS_16 "70"
+#define ATTN_QAT_TRANS_17 "74"
 #define ATTN_QAT_WGMMA_8(TYPE, T) \
   ATTN_QAT_WGMMA(8, 1, "{%0,%1,%2,%3}", TYPE, T, "%4", "%5", "%6", "%7", "%8", "%9", ATTN_QAT_ACC(d, 0))
 #define ATTN_QAT_WGMMA_64(TYPE, T) \
   ATTN_QAT_WGMMA(64, 8, ATTN_QAT_D32, TYPE, T, "%32", "%33", "%34", "%35", "%36", "%37", ATTN_QAT_ACC8(d, 0))
+#define ATTN_QAT_WGMMA_72(TYPE, T)                                                       \
+  ATTN_QAT_WGMMA(72, 9, ATTN_QAT_D36, TYPE, T, "%36", "%37", "%38", "%39", "%40", "%41", \
+                 ATTN_QAT_ACC8(d, 0), ATTN_QAT_ACC(d, 8))
 #define ATTN_QAT_WGMMA_128(TYPE, T)                                                        \
   ATTN_QAT_WGMMA(128, 16, ATTN_QAT_D64, TYPE, T, "%64", "%65", "%66", "%67", "%68", "%69", \
                  ATTN_QAT_ACC8(d, 0), ATTN_QAT_ACC8(d, 8))
+#define ATTN_QAT_WGMMA_136(TYPE, T)                                                        \
+  ATTN_QAT_WGMMA(136, 17, ATTN_QAT_D68, TYPE, T, "%68", "%69", "%70", "%71", "%72", "%73", \
+                 ATTN_QAT_ACC8(d, 0), ATTN_QAT_ACC8(d, 8), ATTN_QAT_ACC(d, 16))
 
 ATTN_QAT_WGMMA_8("bf16", __nv_bfloat16)
 ATTN_QAT_WGMMA_8("f16", __half)
 ATTN_QAT_WGMMA_64("bf16", __nv_bfloat16)
 ATTN_QAT_WGMMA_64("f16", __half)
+ATTN_QAT_WGMMA_72("bf16", __nv_bfloat16)
+ATTN_QAT_WGMMA_72("f16", __half)
 ATTN_QAT_WGMMA_128("bf16", __nv_bfloat16)
 ATTN_QAT_WGMMA_128("f16", __half)
+ATTN_QAT_WGMMA_136("bf16", __nv_bfloat16)
+ATTN_QAT_WGMMA_136("f16", __half)
 
+#undef ATTN_QAT_WGMMA_136
 #undef ATTN_QAT_WGMMA_128
+#undef ATTN_QAT_WGMMA_72
 #undef ATTN_QAT_WGMMA_64
 #undef ATTN_QAT_WGMMA_8
+#undef ATTN_QAT_TRANS_17
 #undef ATTN_QAT_TRANS_16
+#undef ATTN_QAT_TRANS_9
 #undef ATTN_QAT_TRANS_8
 #undef ATTN_QAT_TRANS_1
 #undef ATTN_QAT_WGMMA
+#undef ATTN_QAT_D68
 #undef ATTN_QAT_D64
+#undef ATTN_QAT_D36
 #undef ATTN_QAT_D32
 #undef ATTN_QAT_ACC8
 #undef ATTN_QAT_ACC

@@ -65,7 +65,7 @@ __device__ __forceinline__ void forward_produce(const ForwardArgs& args, Forward
     load_k(j, kTwoPasses ? here.tiles_k + j : j);
     const int stage = stage_of<C::kStages>(j);
     ptx::mbarrier_wait(smem.v_empty[stage], parity_of<C::kStages>(j) ^ 1);
-    load_keys(smem.v[stage], args.v, smem.v_full[stage], j);
+    load_keys(smem.v[stage].values, args.v, smem.v_full[stage], j);
   }
 }
 
@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
     }
     ptx::fence_mbarrier_init();
   }
-  for (int i = threadIdx.x; i < 8 * kPanelColumns; i += kThreads) smem.ones[i] = T(1.0f);
+  for (auto& tile : smem.v)
+    for (int i = threadIdx.x; i < C::kTileK * kPanelColumns; i += kThreads) tile.ones[i] = T(1.0f);
   ptx::fence_proxy_async();
   __syncthreads();
   const ForwardPlace<C> here(args, blockIdx.x);

@@ -72,20 +72,20 @@ struct ForwardConsumer {
     if constexpr (Registers::kHighPrecision)
       multiply_add<kFrom, kTo>(own.high_precision_out, packed, values, T{});
     if constexpr (Registers::kQuantizes) multiply_add<kFrom, kTo>(own.out, quantized, values, T{});
-    if constexpr (Registers::kHighPrecision && kTo == Registers::kKeySteps) {
+    if constexpr (Registers::kHighPrecision && !Registers::kSumsInOutput && kTo == Registers::kKeySteps) {
 #pragma unroll
       for (int step = 0; step < kTo; ++step)
-        ptx::wgmma<0>(sums, packed[step], columns_operand(smem.ones), step > 0, T{});
+        ptx::wgmma<0>(sums, packed[step], columns_operand(smem.v[0].ones), step > 0, T{});
     }
     ptx::wgmma_commit_group();
   }
 
   __device__ __forceinline__ void finish_outputs(int stage, Sums& sums) {
     ptx::wgmma_wait_group<0>();
-    if constexpr (Registers::kHighPrecision) {
-      ptx::hold(own.high_precision_out);
+    if constexpr (Registers::kHighPrecision) ptx::hold(own.high_precision_out);
+    if constexpr (Registers::kHighPrecision && !Registers::kSumsInOutput) {
       ptx::hold(sums);
-      own.rounded_sum[0] += sums[0][0], own.rounded_sum[1] += sums[0][2];
+      own.own_rounded_sum[0] += sums[0][0], own.own_rounded_sum[1] += sums[0][2];
     }
     if constexpr (Registers::kQuantizes) ptx::hold(own.out);
     release(smem.v_empty[stage]);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void forward_consume(const ForwardArgs& args, Forward
     typename Consumer::Packed packed, quantized;
     typename Consumer::Sums sums;
     const int stage = stage_of<C::kStages>(j);
-    const uint64_t values = rows_operand<C::kTileK>(smem.v[stage]);
+    const uint64_t values = rows_operand<C::kTileK>(smem.v[stage].values);
     const auto boundary = [&] {  // long done: the compiler moves nothing across
       ptx::mbarrier_wait(smem.v_full[stage_of<C::kStages>(j)], parity_of<C::kStages>(j));
     };

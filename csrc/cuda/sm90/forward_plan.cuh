@@ -18,12 +18,18 @@ struct ForwardArgs {
   float scale_log2;  // softmax_scale * log2 e
 };
 
+// A tile of V^, and to its right 64 columns of ones: P times it, eight columns wider than V^, gives row sums too.
+template <class C, class T>
+struct ValueTile {
+  T values[C::kTileK * C::kHeadDim];
+  T ones[C::kTileK * kPanelColumns];
+};
+
 template <class C, class T>
 struct ForwardSmem {
   alignas(1024) Quantized q[C::kTileQ * C::kHeadDim];
   alignas(1024) Quantized k[C::kStages][C::kTileK * C::kHeadDim];
-  alignas(1024) T v[C::kStages][C::kTileK * C::kHeadDim];
-  alignas(1024) T ones[8 * kPanelColumns];  // right operand of row sums
+  alignas(1024) ValueTile<C, T> v[C::kStages];
   // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp.
   uint64_t q_full, k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
 };

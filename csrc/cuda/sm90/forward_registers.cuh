@@ -23,18 +23,27 @@ struct ForwardRegisters {
   static constexpr bool kHighPrecision = kTraining || !kQuantizes;  // P itself is multiplied
   static constexpr int kBlocks = kQuantizes ? C::kTileK / 64 : 1;   // of 16 keys, of a thread's row
   using Packed = uint32_t[kKeySteps][4];
+  // Row sums of rounded p are one more tile of high_precision_out, or where that would spill a product of their own.
+  static constexpr bool kSumsInOutput = kHighPrecision && (C::kHeadDim == 64 || !kQuantizes);
 
-  float out[kQuantizes ? kDTiles : 1][4], high_precision_out[kHighPrecision ? kDTiles : 1][4];
-  float exponent[2], row_sum[2];
-  // Row sums of p as the products see it, rounded: what O_hp is divided by, so that a row of one key gives V
-  // itself and delta carries no bias. lse and O take row_sum, of p before rounding.
-  float rounded_sum[2];
+  float out[kQuantizes ? kDTiles : 1][4],
+      high_precision_out[kHighPrecision ? kDTiles + (kSumsInOutput ? 1 : 0) : 1][4];
+  float exponent[2], row_sum[2], own_rounded_sum[2];
 
   __device__ ForwardRegisters() {
     zero(high_precision_out);
     zero(out);
     exponent[0] = exponent[1] = kNoExponent;
-    row_sum[0] = row_sum[1] = rounded_sum[0] = rounded_sum[1] = 0.0f;
+    row_sum[0] = row_sum[1] = own_rounded_sum[0] = own_rounded_sum[1] = 0.0f;
+  }
+
+  // Row sum of p as the products see it, rounded: what O_hp is divided by, so that a row of one key gives V itself and
+  // delta carries no bias. lse and O take row_sum, of p before rounding.
+  __device__ float& rounded_sum(int r) {
+    if constexpr (kSumsInOutput)
+      return high_precision_out[kDTiles][2 * r];
+    else
+      return own_rounded_sum[r];
   }
 
   // Key of column 8 j + 2 (lane % 4) + e of S, but for what the lane adds.
@@ -108,7 +117,7 @@ struct ForwardRegisters {
         if constexpr (kHighPrecision) high_precision_out[i][2 * r + e] *= factor;
         if constexpr (kQuantizes) out[i][2 * r + e] *= factor;
       }
-    row_sum[r] *= factor, rounded_sum[r] *= factor;
+    row_sum[r] *= factor, rounded_sum(r) *= factor;
   }
 
   // One block of s becomes p, packed as the left operands of p V^ and, quantised with a gain of 2^k left in, of P^ V^.
@@ -132,18 +141,16 @@ struct ForwardRegisters {
         row_sum[r] += p0;
         row_sum[r] += p1;
         if constexpr (kHighPrecision) p[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
-        if constexpr (kQuantizes) {
-          tile::quantize_pair_in_units(p0, p1, scale[r].reciprocal,
-                                       scale[r].scale * (kGain * tile::kCodeUnit));
-          quantized[j / 2][j % 2 * 2 + r] = tile::pack(p0, p1, T{});
-        }
+        if constexpr (kQuantizes)
+          quantized[j / 2][j % 2 * 2 + r] = tile::quantize_and_pack(
+              p0, p1, scale[r].reciprocal, scale[r].scale * (kGain * tile::kCodeUnit), T{});
       }
       // Else the compiler would take up so much at once that registers spill.
       if (C::kHeadDim == 128 && kBlock == 0 && kBlocks > 1 && j % 2 == 1) boundary();
     }
   }
 
-  __device__ void store(const ForwardParams& p, const ForwardPlace<C>& here, int first_row) const {
+  __device__ void store(const ForwardParams& p, const ForwardPlace<C>& here, int first_row) {
     constexpr float kInverseGain = 1.0f / kProbabilityGain<kRecipe>;
     const int lane = ptx::laneid();
     float out_scale[2], high_precision_scale[2];
@@ -153,7 +160,7 @@ struct ForwardRegisters {
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const bool empty = sum == 0.0f;
       out_scale[r] = empty ? 0.0f : kInverseGain / sum;
-      high_precision_scale[r] = empty ? 0.0f : 1.0f / rounded_sum[r];
+      high_precision_scale[r] = empty ? 0.0f : 1.0f / rounded_sum(r);
       const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4 + 8 * r;
       if (lane % 4 != 0 || row >= p.shape.seq_q) continue;
       const int64_t at = (here.b * p.shape.heads_q + here.h) * p.shape.seq_q + row;

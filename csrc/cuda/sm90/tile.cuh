@@ -68,9 +68,9 @@ __device__ __forceinline__ void multiply(float (&d)[kTiles][4], uint64_t a, uint
 }
 
 // Stores an accumulator's rows times `scale`, those below `rows`, to global memory.
-template <int kHeadDim, class T>
+template <int kHeadDim, class T, int kTiles>
 __device__ __forceinline__ void store_rows(const View& view, int64_t b, int64_t h, int64_t first_row,
-                                           int64_t rows, const float (&acc)[kHeadDim / 8][4],
+                                           int64_t rows, const float (&acc)[kTiles][4],
                                            const float (&scale)[2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
 #pragma unroll

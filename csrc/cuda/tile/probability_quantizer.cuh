@@ -4,6 +4,11 @@
 // the exact quotient, no more than ex2.approx is off in p; forward and backward take the same y and so the
 // same code. Tensors, where bits count, go through tile/quantize.cuh.
 #pragma once
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <type_traits>
+
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/quantize.cuh"
 
@@ -49,6 +54,21 @@ __device__ __forceinline__ void quantize_pair_in_units(float& p0, float& p1, flo
 // folds in.
 __device__ __forceinline__ void quantize_pair(float& p0, float& p1, float reciprocal, float factor) {
   quantize_pair_in_units(p0, p1, reciprocal, factor * kCodeUnit);
+}
+
+// quantize_pair_in_units, packed. `factor` is a scale times a power of two: in BF16 it and the products are exact, so one
+// packed multiplication does for two.
+template <class T>
+__device__ __forceinline__ uint32_t quantize_and_pack(float p0, float p1, float reciprocal, float factor, T) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    quantize_pair_in_units(p0, p1, reciprocal, 1.0f);
+    const __nv_bfloat162 products =
+        __hmul2(__floats2bfloat162_rn(p0, p1), __floats2bfloat162_rn(factor, factor));
+    return reinterpret_cast<const uint32_t&>(products);
+  } else {
+    quantize_pair_in_units(p0, p1, reciprocal, factor);
+    return pack(p0, p1, T{});
+  }
 }
 
 }  // namespace attn_qat::tile
