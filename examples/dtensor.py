@@ -59,7 +59,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         held = grad.to_local().shape[0] // HEAD_DIM
         print(
-            f"{mesh.size()} ranks, {held} of {HEADS} heads each: output within {error:.1e} of one rank, ",
+            f"{mesh.size()} ranks ({dist.get_backend()}), {held} of {HEADS} heads each: "
+            f"output within {error:.1e} of one rank, ",
             end="",
         )
         print(f"gradient within {grad_error:.1e}")
@@ -74,9 +75,10 @@ def start(rank: int, ranks: int, rendezvous: str) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # torchrun
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else None
+        if gpu:
+            torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu)
         main()
         dist.destroy_process_group()
     else:

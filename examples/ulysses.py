@@ -69,7 +69,7 @@ def main() -> None:
     for piece, x in zip(pieces, whole, strict=True):
         assert torch.equal(piece.grad, x.grad.chunk(ranks, 2)[rank])
     if rank == 0:
-        print(f"{ranks} ranks: output and gradients are the bits of one rank alone")
+        print(f"{ranks} ranks ({dist.get_backend()}): output and gradients are the bits of one rank alone")
 
 
 def start(rank: int, ranks: int, rendezvous: str) -> None:
@@ -80,9 +80,10 @@ def start(rank: int, ranks: int, rendezvous: str) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # torchrun
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else None
+        if gpu:
+            torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu)
         main()
         dist.destroy_process_group()
     else:

@@ -77,9 +77,10 @@ class Ranks:
             process.start()
 
     def stop(self) -> None:
-        for process, requests in zip(self._processes, getattr(self, "_requests", ())):
-            requests.put(None)
-            process.join(timeout=5)
+        for requests in getattr(self, "_requests", ()):
+            requests.put(None)  # to all before one is waited for: NCCL leaves together
+        for process in self._processes:
+            process.join(timeout=10)
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -252,6 +252,8 @@ def test_a_call_not_taken_raises_with_module_and_reason(tensors, options, reason
     ),
 )
 def test_or_is_left_as_it_is_and_reported(tensors, options, reason, compiled, draw, device):
+    if tensors is REFUSED["no kv heads"][0] and torch.__version__ < (2, 13):
+        pytest.skip("scaled_dot_product_attention without kv heads ends the process (SIGFPE) in this torch")
     tensors, options = tensors(draw), _options(options, device)
     if "dropout_p" in options:
         options = {"dropout_p": 1e-9}  # drops nothing, so that the outputs compare
