@@ -261,7 +261,9 @@ def test_or_is_left_as_it_is_and_reported(tensors, options, reason, compiled, dr
     run = torch.compile(model[0], backend="aot_eager", fullgraph=True, dynamic=True) if compiled else model[0]
     with attn_qat.convert(model, unsupported="leave") as conversion:
         out = run(*tensors, **options)
-    assert_close(out, F.scaled_dot_product_attention(*tensors, **options), 1e-2)
+    # torch's own CUDA kernels give NaN for a negative scale.
+    want = F.scaled_dot_product_attention(*tensors, **options)
+    torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2, equal_nan=True)
     assert list(conversion.left) == ["0"] and conversion.replaced == []
     assert f"'0': left, {conversion.left['0'][0]}" in str(conversion)
 
