@@ -1,7 +1,7 @@
-"""Small inputs that broke other attention libraries, each with its right answer; tests are named after cases.
+"""Small inputs that broke other attention libraries, each with its right answer.
 
-Cases elsewhere: C09 test_determinism.py, C12 and C22 test_gradients.py, C15 to C20 test_quantize.py, C25 to
-C29 test_ops.py, C05, C13 and C14 test_cuda.py.
+Elsewhere: the same bits in test_determinism.py, gradients in test_gradients.py, single blocks in test_quantize.py,
+compilers in test_ops.py, streams, devices and sizes in test_cuda.py.
 """
 
 import math
@@ -26,7 +26,7 @@ def check(case, recipe):
 
 @each_recipe
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 128), (128, 1)], ids=str)
-def test_c01_one_token(lengths, recipe, device):
+def test_one_token(lengths, recipe, device):
     case = make_case(Shape(1, 1, 1, *lengths, 128), device)
     saved = case.forward(recipe)
     dq, dk, dv = case.backward(recipe, saved)
@@ -42,7 +42,7 @@ def test_c01_one_token(lengths, recipe, device):
 
 
 @each_recipe
-def test_c02_equal_scores_of_minus_78200(recipe, device):
+def test_equal_scores_of_minus_78200(recipe, device):
     """q = 100 and k = -75 quantise to 96 and -72: a row is a plain mean. No finite number stands for -inf."""
     case = make_case(Shape(1, 2, 2, 20, 48, 128), device)
     case.q.fill_(100), case.k.fill_(-75)
@@ -61,7 +61,7 @@ def test_c02_equal_scores_of_minus_78200(recipe, device):
 
 @each_recipe
 @pytest.mark.parametrize("value", [133120.0, 3e38])
-def test_c02_saturated_inputs(value, recipe, device):
+def test_saturated_inputs(value, recipe, device):
     """Every finite input saturates to 2688 in a quantised operand; nothing overflows to Inf or NaN."""
     case = make_case(Shape(1, 2, 2, 20, 32, 64), device)
     for x in (case.q, case.k, case.v) if recipe != "fp4_qk" else (case.q, case.k):
@@ -75,7 +75,7 @@ def test_c02_saturated_inputs(value, recipe, device):
 
 @each_recipe
 @pytest.mark.parametrize("lengths", [(2, 4), (7, 3), (33, 80), (80, 33)], ids=str)
-def test_c03_causal_is_bottom_right(lengths, recipe, device):
+def test_causal_is_bottom_right(lengths, recipe, device):
     """Row i sees keys 0 .. i + S_kv - S_q, in the forward and the backward; fake kernels take it as well."""
     s_q, s_kv = lengths
     case = make_case(Shape(1, 2, 2, s_q, s_kv, 64, causal=True), device)
@@ -93,7 +93,7 @@ def test_c03_causal_is_bottom_right(lengths, recipe, device):
 
 
 @each_recipe
-def test_c04_grad_out_is_not_contiguous(recipe, device):
+def test_grad_out_is_not_contiguous(recipe, device):
     case = make_case(Shape(2, 3, 3, 33, 33, 64, causal=True), device)
     weight = torch.randn(3 * 64, 50, generator=torch.Generator().manual_seed(1)).to(case.q)
 
@@ -117,7 +117,7 @@ def test_c04_grad_out_is_not_contiguous(recipe, device):
 
 
 @each_recipe
-def test_c05_offsets_past_2_31_elements(recipe, device):
+def test_offsets_past_2_31_elements(recipe, device):
     """A small batch seen through a stride of 2^31 elements: the memory between is reserved, never touched."""
     case = make_case(Shape(2, 2, 2, 33, 33, 64), device)
     wanted = *case.forward(recipe), *case.backward(recipe)
@@ -145,7 +145,7 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_c04_grad_out_of_a_layer_is_not_copied(device):
+def test_grad_out_of_a_layer_is_not_copied(device):
     """Behind transpose and reshape it arrives as (B, S, H, D), which the kernels read."""
     case = make_case(Shape(2, 3, 3, 33, 33, 64), device)
     leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
@@ -159,7 +159,7 @@ def test_c04_grad_out_of_a_layer_is_not_copied(device):
 
 @each_recipe
 @pytest.mark.parametrize("compiled", [False, True])
-def test_c04_grad_out_is_not_aligned(compiled, recipe, device):
+def test_grad_out_is_not_aligned(compiled, recipe, device):
     """A gradient that is a part of another tensor's, three elements from its start."""
     case = make_case(Shape(1, 2, 2, 32, 32, 64), device)
     leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
@@ -180,14 +180,14 @@ def test_c04_grad_out_is_not_aligned(compiled, recipe, device):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("recipe", ["cudnn", "fp4"])
 @pytest.mark.parametrize("s_q", LENGTHS)
-def test_c06_tails_in_every_head(s_q, recipe, causal, device):
+def test_tails_in_every_head(s_q, recipe, causal, device):
     for s_kv in LENGTHS:
         check(make_case(Shape(1, 3, 3, s_q, s_kv, 64, causal), device), recipe)
 
 
 @each_recipe
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_c07_grouped_heads(causal, recipe, device):
+def test_grouped_heads(causal, recipe, device):
     """Query head h reads key/value head h // 4: as the expanded problem does, with its gradients summed."""
     case = make_case(Shape(2, 8, 2, 40, 40, 64, causal), device)
     k, v = (x.repeat_interleave(4, dim=1) for x in (case.k, case.v))
@@ -202,7 +202,7 @@ def test_c07_grouped_heads(causal, recipe, device):
 
 @each_recipe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_c07_cancelling_groups(dtype, recipe, device):
+def test_cancelling_groups(dtype, recipe, device):
     """Heads come in pairs with equal q and opposite grad_out: dK and dV are 0, with no BF16 residue."""
     case = make_case(Shape(1, 4, 1, 33, 50, 64), device, dtype)
     case.q[:, 1], case.q[:, 3] = case.q[:, 0], case.q[:, 2]
@@ -212,7 +212,7 @@ def test_c07_cancelling_groups(dtype, recipe, device):
 
 
 @each_recipe
-def test_c07_heads_that_do_not_divide(recipe, device):
+def test_heads_that_do_not_divide(recipe, device):
     case = make_case(Shape(1, 8, 3, 20, 20, 64), device)
     with pytest.raises(ValueError, match="8.*3|3.*8"):
         case.forward(recipe)
@@ -220,7 +220,7 @@ def test_c07_heads_that_do_not_divide(recipe, device):
 
 @each_recipe
 @pytest.mark.parametrize("empty", [{"batch": 0}, {"seq_q": 0}, {"seq_kv": 0}], ids=str)
-def test_c08_nothing_to_attend(empty, recipe, device):
+def test_nothing_to_attend(empty, recipe, device):
     """Zeros and -inf, also when a graph with dynamic sizes was compiled on a full batch."""
     step = torch.compile(lambda c: (c.forward(recipe), c.backward(recipe)), backend="aot_eager", dynamic=True)
     full = {"batch": 2, "seq_q": 5, "seq_kv": 7}
@@ -233,7 +233,7 @@ def test_c08_nothing_to_attend(empty, recipe, device):
 
 
 @each_recipe
-def test_c10_arguments_are_honoured(recipe, device):
+def test_arguments_are_honoured(recipe, device):
     case = make_case(Shape(), device)
     inputs = case.q, case.k, case.v
 
@@ -254,7 +254,7 @@ def test_c10_arguments_are_honoured(recipe, device):
 @pytest.mark.parametrize(
     "name, value", [("dropout_p", 0.1), ("attn_mask", None), ("scale", 0.1), ("window", 8)]
 )
-def test_c10_unknown_arguments_are_refused(name, value, device):
+def test_unknown_arguments_are_refused(name, value, device):
     case = make_case(Shape(), device)
     with pytest.raises(TypeError, match=name):
         attn_qat.attention(case.q, case.k, case.v, **{name: value})
@@ -264,14 +264,14 @@ def test_c10_unknown_arguments_are_refused(name, value, device):
 
 @each_recipe
 @pytest.mark.parametrize("scale", [0.0, -0.125, math.inf, -math.inf, math.nan, 1e-60])
-def test_c10_bad_scales_are_refused(scale, recipe, device):
+def test_bad_scales_are_refused(scale, recipe, device):
     case = make_case(Shape(), device)
     with pytest.raises(ValueError, match=r"softmax_scale .*takes a finite positive"):
         attn_qat.attention(case.q, case.k, case.v, softmax_scale=scale, recipe=recipe)
 
 
 @each_recipe
-def test_c11_lse_of_equal_scores(recipe, device):
+def test_lse_of_equal_scores(recipe, device):
     """Natural logarithm of the number of keys seen, FP32, contiguous (B, H, S_q)."""
     case = make_case(Shape(2, 2, 2, 40, 40, 64), device)
     case.q.zero_()
@@ -282,7 +282,7 @@ def test_c11_lse_of_equal_scores(recipe, device):
 
 
 @each_recipe
-def test_c11_halves_merge_by_lse(recipe, device):
+def test_halves_merge_by_lse(recipe, device):
     """Two halves of the keys, run alone and weighted by exp(lse - lse of the whole), give the whole."""
     case = make_case(Shape(1, 2, 2, 40, 96, 64), device)
     _, whole, lse, _ = case.forward(recipe)
@@ -297,7 +297,7 @@ def test_c11_halves_merge_by_lse(recipe, device):
 @pytest.mark.parametrize(
     "causal, key_of", [(False, 1), (True, 1), (True, 2)], ids=["full", "causal", "causal half"]
 )
-def test_c21_order_of_v(causal, key_of, recipe, device):
+def test_order_of_v(causal, key_of, recipe, device):
     """One key takes each row: O_i is V_i (or V_(i // 2)) within 10%, so no row or column is permuted."""
     rows = torch.arange(128)
     k = 60 * torch.eye(128)
@@ -313,7 +313,7 @@ UNIFORM_DV = {16: 0.9375, 64: 0.75, 128: 1, 256: 1, 512: 1, 683: 683 / 1024, 102
 
 
 @pytest.mark.parametrize("length, ratio", UNIFORM_DV.items())
-def test_c23_dv_of_uniform_attention(length, ratio, device):
+def test_dv_of_uniform_attention(length, ratio, device):
     """P = 1/S. The cudnn recipe keeps fq(1/S) * S of dV, nothing at all from 2048 on; fp4 keeps 1.03125."""
     case = make_case(Shape(1, 1, 1, 16, length, 64), device)
     case.q.zero_()
@@ -323,7 +323,7 @@ def test_c23_dv_of_uniform_attention(length, ratio, device):
 
 
 @pytest.mark.parametrize("length, cudnn", [(1024, 0.20), (4096, 0.53)])
-def test_c23_dv_on_long_rows(length, cudnn, device):
+def test_dv_on_long_rows(length, cudnn, device):
     """Distance of dV from that of an unquantised P, unit normal inputs: it grows in cudnn, is 9% in fp4."""
     case = make_case(Shape(1, 1, 1, length, length, 64), device)
     exact = case.backward("fp4_qk")[2]
@@ -332,7 +332,7 @@ def test_c23_dv_on_long_rows(length, cudnn, device):
 
 
 @pytest.mark.parametrize("recipe", ["fp4", "fp4_qk"])
-def test_c23_forward_and_backward_share_p(recipe, device):
+def test_forward_and_backward_share_p(recipe, device):
     """With one-hot v and grad_out, out is P^ and dv its transpose: same codes (neighbours are 14% apart)."""
     case = make_case(Shape(1, 1, 1, 64, 64, 64), device)
     case.v.copy_(6 * torch.eye(64)), case.grad_out.copy_(torch.eye(64))
@@ -344,7 +344,7 @@ def test_c23_forward_and_backward_share_p(recipe, device):
 
 
 @pytest.mark.parametrize("recipe, kept", [("cudnn", [0, 0]), ("fp4", [1, 0]), ("fp4_qk", [1, 1])])
-def test_c23_floor_of_p(recipe, kept, device):
+def test_floor_of_p(recipe, kept, device):
     """Blocks of 16 keys with P relative to the row maximum of 1, 2^-20 and 2^-23: fp4 keeps the second."""
     case = make_case(Shape(1, 1, 1, 1, 48, 16), device, dtype=torch.float32)
     for x in (case.q, case.k, case.v, case.grad_out):
@@ -368,7 +368,7 @@ def test_c23_floor_of_p(recipe, kept, device):
 
 @each_recipe
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_c24_near_unquantised_attention(head_dim, recipe, device):
+def test_near_unquantised_attention(head_dim, recipe, device):
     """Cosine with full-precision attention, unit normal inputs: 0.98 with P in FP4, 0.99 without."""
     case = make_case(Shape(1, 4, 4, 512, 512, head_dim), device)
     inputs = (x.double().cpu() for x in (case.q, case.k, case.v))
@@ -379,7 +379,7 @@ def test_c24_near_unquantised_attention(head_dim, recipe, device):
 
 @each_recipe
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_c30_inputs_are_not_written(causal, recipe, device):
+def test_inputs_are_not_written(causal, recipe, device):
     case = make_case(Shape(2, 4, 2, 40, 50, 64, causal), device)
     saved = case.forward(recipe)
     args = [*case.backward_args(recipe, saved), *case.half_args(recipe, saved)]

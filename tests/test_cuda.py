@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, graphs, threads, the other device, problems past 2^31 elements. C05, C13, C14."""
+"""What only a GPU shows: streams, graphs, threads, the other device, problems past 2^31 elements."""
 
 import threading
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_two_threads_with_their_own_streams(cuda):
 
 
 def test_other_device_is_current(cuda):
-    """C13: tensors on one device while another is current; the current device stays."""
+    """Tensors on one device while another is current; the current device stays."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     case = make_case(Shape(1, 2, 2, 200, 200, 128), "cuda:0")
@@ -134,7 +134,7 @@ def needs_memory(device, gib: int):
 
 
 def test_more_than_2_to_31_elements(cuda):
-    """C05: the last batch entry equals that entry run alone."""
+    """The last batch entry equals that entry run alone."""
     needs_memory(cuda, 100)
     shape = (16400, 8, 128, 128)
     generator = torch.Generator(cuda).manual_seed(0)

@@ -19,7 +19,7 @@ def assert_all_same(got, want):
         assert_same_bits(x, y)
 
 
-def test_c09_twenty_runs(recipe, device):
+def test_twenty_runs(recipe, device):
     case = make_case(SHAPE, device)
     want = everything(case, recipe)
     for _ in range(20):
@@ -27,7 +27,7 @@ def test_c09_twenty_runs(recipe, device):
 
 
 @pytest.mark.parametrize("kind", ["random", "outlier"])
-def test_c09_an_entry_of_a_batch_is_that_entry_alone(kind, recipe, device):
+def test_an_entry_of_a_batch_is_that_entry_alone(kind, recipe, device):
     case = make_case(Shape(4, 2, 2, 70, 100, 64), device, kind=kind)
     whole = everything(case, recipe)
     for b in range(4):
@@ -35,7 +35,7 @@ def test_c09_an_entry_of_a_batch_is_that_entry_alone(kind, recipe, device):
         assert_all_same([x[b : b + 1] for x in whole], alone)
 
 
-def test_c09_a_head_is_that_head_alone(recipe, device):
+def test_a_head_is_that_head_alone(recipe, device):
     case = make_case(Shape(1, 3, 3, 70, 100, 64), device)
     whole = everything(case, recipe)
     for h in range(3):
@@ -43,7 +43,7 @@ def test_c09_a_head_is_that_head_alone(recipe, device):
         assert_all_same([x[:, h : h + 1] for x in whole], alone)
 
 
-def test_c09_deterministic_mode_changes_nothing(recipe, device):
+def test_deterministic_mode_changes_nothing(recipe, device):
     """It also fills new memory with NaN, which no output may keep."""
     case = make_case(SHAPE, device)
     want = everything(case, recipe)

@@ -125,7 +125,7 @@ def test_same_tensor_as_q_k_and_v(recipe, device):
 
 
 @each_recipe
-def test_c12_delta_comes_from_high_precision_out(recipe, device):
+def test_delta_comes_from_high_precision_out(recipe, device):
     """With all keys equal dS sums to 0 along a row, and dq is 0; delta from out would give 0.13 and more."""
     case = make_case(Shape(1, 1, 1, 32, 64, 128), device)
     ordinary = case.backward(recipe)[0].double().norm()
@@ -135,7 +135,7 @@ def test_c12_delta_comes_from_high_precision_out(recipe, device):
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_c22_fake_quantize_is_straight_through(dtype, axis, device):
+def test_fake_quantize_is_straight_through(dtype, axis, device):
     """Gradient 1 everywhere: zero, saturated and ordinary values alike."""
     x = torch.tensor([[0.0, 1e-6, 1.0, 6.1, 3000.0, -6e4]] * 3, dtype=dtype, device=device).requires_grad_()
     attn_qat.fake_quantize(x, axis).sum().backward()
@@ -145,7 +145,7 @@ def test_c22_fake_quantize_is_straight_through(dtype, axis, device):
 @each_recipe
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_c22_no_gradient_is_silently_zero(head_dim, dtype, recipe, device):
+def test_no_gradient_is_silently_zero(head_dim, dtype, recipe, device):
     """Every row of every gradient of random inputs holds something."""
     case = make_case(Shape(2, 4, 2, 65, 65, head_dim, causal=False), device, dtype)
     for grad in case.backward(recipe):
@@ -175,14 +175,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_c22_forward_mode_is_refused(call, device):
+def test_forward_mode_is_refused(call, device):
     """The operators would drop the tangent; a zero derivative must not come out."""
     q, k, v = torch.randn(3, 1, 2, 16, 64, device=device, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
         torch.func.jvp(lambda x: call(x, k, v), (q,), (torch.ones_like(q),))
 
 
-def test_c30_autograd_sees_what_backward_out_writes(device):
+def test_autograd_sees_what_backward_out_writes(device):
     """A graph that saved one of the outputs must not use what has been written since."""
     case = make_case(Shape(1, 2, 2, 32, 32, 64), device)
     *backward_args, row_exponent = case.backward_args("fp4", case.forward("fp4"))

@@ -101,7 +101,7 @@ def test_defaults_are_those_of_attention(device):
 
 
 def test_two_halves_of_the_keys_merge_by_their_lse(device):
-    """C11, where P is not quantised: (o1, lse1) and (o2, lse2) give the whole. What ring attention needs."""
+    """Where P is not quantised, (o1, lse1) and (o2, lse2) give the whole. What ring attention needs."""
     case = make_case(Shape(1, 2, 2, 64, 128, 64), device, torch.float16)
     whole, whole_lse = infer(case, "bf16", return_lse=True)
     (o1, l1), (o2, l2) = (

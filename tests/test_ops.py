@@ -56,7 +56,7 @@ def laid_out(case, layout):
 @each_recipe
 @each_layout
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
-def test_c25_opcheck_forward(grad, layout, recipe, device):
+def test_opcheck_forward(grad, layout, recipe, device):
     case = laid_out(make_case(SHAPE, device), layout)
     args = case.forward_args(recipe)
     args = *(x.requires_grad_(grad) for x in args[:3]), *args[3:]
@@ -65,7 +65,7 @@ def test_c25_opcheck_forward(grad, layout, recipe, device):
 
 @each_recipe
 @each_layout
-def test_c25_opcheck_backward(layout, recipe, device):
+def test_opcheck_backward(layout, recipe, device):
     case = laid_out(make_case(SHAPE, device), layout)
     saved = case.forward(recipe)
     torch.library.opcheck(OPS.preprocess, (saved[1], case.grad_out))
@@ -76,7 +76,7 @@ def test_c25_opcheck_backward(layout, recipe, device):
 
 
 @each_layout
-def test_c25_opcheck_backward_out(layout, device):
+def test_opcheck_backward_out(layout, device):
     case = laid_out(make_case(SHAPE, device), layout)
     size = OPS.backward_workspace_bytes(case.q, case.k)
     workspace = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -85,14 +85,14 @@ def test_c25_opcheck_backward_out(layout, device):
     torch.library.opcheck(OPS.backward.out, args, grads)
 
 
-# test_schema compares arguments before and after, which torch cannot for float8; test_cases.py does (C30).
+# test_schema compares arguments before and after, which torch cannot for float8; test_cases.py does.
 WITHOUT_SCHEMA_TEST = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("axis", [-1, -2])
 @each_layout
-def test_c25_opcheck_quantize(layout, axis, dtype, device):
+def test_opcheck_quantize(layout, axis, dtype, device):
     x = laid_out(make_case(Shape(2, 2, 2, 1, 40, 64), device, dtype), layout).v
     scale = torch.tensor([0.5], device=device)
     torch.library.opcheck(OPS.fake_quantize, (x, axis))
@@ -112,7 +112,7 @@ def test_c25_opcheck_quantize(layout, axis, dtype, device):
 @each_recipe
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_c26_compiled_is_eager(causal, backend, recipe, device):
+def test_compiled_is_eager(causal, backend, recipe, device):
     """One graph, forward and backward, with the bits of eager."""
     case = make_case(Shape(2, 4, 2, 17, 40, 64, causal), device)
     function = partial(attn_qat.attention, is_causal=causal, recipe=recipe)
@@ -121,7 +121,7 @@ def test_c26_compiled_is_eager(causal, backend, recipe, device):
 
 
 @each_recipe
-def test_c26_dynamic_lengths_compile_once(recipe, device):
+def test_dynamic_lengths_compile_once(recipe, device):
     """S = 17, 40, 100, 333 share one compilation; S = 1 may add one."""
     counter = CompileCounterWithBackend("aot_eager")
     function = partial(attn_qat.attention, is_causal=True, recipe=recipe)
@@ -135,7 +135,7 @@ def test_c26_dynamic_lengths_compile_once(recipe, device):
     assert counter.frame_count <= 2
 
 
-def test_c26_automatic_dynamic_lengths(device):
+def test_automatic_dynamic_lengths(device):
     """Without dynamic=True the second length makes the graph dynamic, and no later one compiles again."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attn_qat.attention, fullgraph=True, backend=counter)
@@ -145,7 +145,7 @@ def test_c26_automatic_dynamic_lengths(device):
     assert counter.frame_count <= 2
 
 
-def test_c26_changing_the_scale(device):
+def test_changing_the_scale(device):
     """Each scale gives its own answer. torch specialises float arguments: one graph a scale, then reused."""
     counter = CompileCounterWithBackend("aot_eager")
     case = make_case(SHAPE, device)
@@ -158,7 +158,7 @@ def test_c26_changing_the_scale(device):
 
 
 @each_recipe
-def test_c26_backward_called_in_a_graph(recipe, device):
+def test_backward_called_in_a_graph(recipe, device):
     """torch.ops.attn_qat.backward and its halves as ordinary calls, with arithmetic around them."""
 
     def graph(case):
@@ -172,7 +172,7 @@ def test_c26_backward_called_in_a_graph(recipe, device):
     assert_all_same(compiled(case), graph(case))
 
 
-def test_c26_out_variant_in_a_graph(device):
+def test_out_variant_in_a_graph(device):
     """It writes into its arguments also where the compiler has made everything functional."""
     case = make_case(SHAPE, device)
     args = case.backward_args("fp4", case.forward("fp4"))
@@ -189,7 +189,7 @@ def test_c26_out_variant_in_a_graph(device):
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_c26_quantisation_in_a_graph(axis, device):
+def test_quantisation_in_a_graph(axis, device):
     def graph(x):
         data, scales = attn_qat.quantize(x * 2, axis)
         return attn_qat.fake_quantize(x, axis) + 1, attn_qat.dequantize(data, scales, x.dtype, axis)
@@ -229,7 +229,7 @@ CONTEXTS = {
 
 @each_recipe
 @pytest.mark.parametrize("runs, options", CONTEXTS.values(), ids=CONTEXTS.keys())
-def test_c28_checkpoint(runs, options, recipe, device):
+def test_checkpoint(runs, options, recipe, device):
     """Same bits; the forward runs twice, or once where a policy saves it by its name."""
     case = make_case(SHAPE, device)
     block = lambda q, k, v: attn_qat.attention(q * 2, k, v, recipe=recipe) * 3  # noqa: E731
@@ -242,7 +242,7 @@ def test_c28_checkpoint(runs, options, recipe, device):
 
 @each_recipe
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_c29_export(causal, recipe, device):
+def test_export(causal, recipe, device):
     """Exported with a dynamic length, then run at another one; softmax_scale=None too."""
     module = attn_qat.Attention(is_causal=causal, recipe=recipe)
     example = make_case(Shape(1, 2, 1, 24, 24, 64), device)
@@ -256,7 +256,7 @@ def test_c29_export(causal, recipe, device):
 
 
 @each_recipe
-def test_c27_autocast(recipe, device):
+def test_autocast(recipe, device):
     """q and k in FP32 (norms return it) and v in BF16: computed in BF16, gradients in the leaves' dtypes."""
     case = make_case(SHAPE, device)
     mixed = [
@@ -277,7 +277,7 @@ def test_c27_autocast(recipe, device):
 
 @pytest.mark.parametrize("call", [attn_qat.attention, attn_qat.infer], ids=["attention", "infer"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn], ids=str)
-def test_c27_autocast_casts_no_other_dtype(dtype, call, device):
+def test_autocast_casts_no_other_dtype(dtype, call, device):
     q, k, v = (x.to(dtype) for x in (lambda c: (c.q, c.k, c.v))(make_case(SHAPE, device)))
     with (
         torch.autocast(device.type, dtype=torch.bfloat16),
@@ -286,7 +286,7 @@ def test_c27_autocast_casts_no_other_dtype(dtype, call, device):
         call(q, k, v)
 
 
-def test_c27_mixed_dtypes_outside_autocast(device):
+def test_mixed_dtypes_outside_autocast(device):
     case = make_case(SHAPE, device)
     with pytest.raises(ValueError, match="v has dtype bfloat16, takes float32"):
         attn_qat.attention(case.q.float(), case.k.float(), case.v)
@@ -294,7 +294,7 @@ def test_c27_mixed_dtypes_outside_autocast(device):
 
 @each_recipe
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_c28_without_gradients(mode, recipe, device):
+def test_without_gradients(mode, recipe, device):
     """Same bits, and nothing is kept for a backward."""
     case = make_case(SHAPE, device)
     inputs = leaves(case)
@@ -307,7 +307,7 @@ def test_c28_without_gradients(mode, recipe, device):
 
 
 @each_recipe
-def test_c28_func_grad(recipe, device):
+def test_func_grad(recipe, device):
     """torch.func.grad gives the gradients of backward(), or torch says that custom operators have none."""
     case = make_case(SHAPE, device)
     loss = lambda q, k, v: (attn_qat.attention(q, k, v, recipe=recipe) * case.grad_out).sum()  # noqa: E731
@@ -320,7 +320,7 @@ def test_c28_func_grad(recipe, device):
 
 
 @each_recipe
-def test_c28_vmap(recipe, device):
+def test_vmap(recipe, device):
     """Like a loop over the mapped dimension."""
     cases = [make_case(SHAPE, device, seed=seed) for seed in range(3)]
     stacked = [torch.stack(x) for x in zip(*((c.q, c.k, c.v) for c in cases))]
@@ -330,7 +330,7 @@ def test_c28_vmap(recipe, device):
 
 
 @each_recipe
-def test_c28_meta_tensors(recipe, device):
+def test_meta_tensors(recipe, device):
     """Shapes, dtypes and strides of the real results, no numbers."""
     case = laid_out(make_case(SHAPE, device), "dqkv")
     meta = case.map(lambda x: x.to("meta"))
@@ -370,7 +370,7 @@ COPIES = {
 
 @each_recipe
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
-def test_c29_copies_of_the_module(duplicate, recipe, device):
+def test_copies_of_the_module(duplicate, recipe, device):
     """The copy has the options and the bits of the original, also after that has run."""
     case = make_case(SHAPE, device)
     module = attn_qat.Attention(is_causal=True, softmax_scale=0.2, recipe=recipe)
@@ -384,7 +384,7 @@ def _run_in_child(module, inputs, queue):
     queue.put(module(*inputs).float().cpu().numpy())
 
 
-def test_c29_module_in_a_spawned_process(device):
+def test_module_in_a_spawned_process(device):
     case = make_case(SHAPE, device)
     module = attn_qat.Attention(is_causal=True, recipe="fp4")
     context = torch.multiprocessing.get_context("spawn")
@@ -397,7 +397,7 @@ def test_c29_module_in_a_spawned_process(device):
     assert_same_bits(got, module(case.q, case.k, case.v).float())
 
 
-def test_c29_module_inside_a_model(device):
+def test_module_inside_a_model(device):
     """A layer that uses the module compiles and trains; the module adds no parameter and no state."""
 
     class Layer(torch.nn.Module):

@@ -1,6 +1,6 @@
 """fake_quantize, quantize and dequantize, bit for bit against the reference.
 
-test_format.py has the numbers of the format; the cases C15 to C20 here are single blocks that broke others.
+test_format.py has the numbers of the format; the cases here are single blocks that broke others.
 """
 
 import math
@@ -172,33 +172,33 @@ def test_empty(shape, axis, device):
 # --- single blocks: the listed values, zeros after them -----------------------------------------------------
 
 BLOCKS = {
-    "c15 zeros": ([0.0], [0.0]),
-    "c15 one step of the floor": ([0.001], [2.0**-10]),
-    "c15 a tie below it": ([2.0**-11], [0.0]),
-    "c15 above the tie": ([0.0004931640625], [2.0**-10]),
-    "c15 between steps": ([0.00146484375], [2.0**-9]),
-    "c16 ties": ([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], [6, 0, 1, 1, 2, 2, 4, 4]),
-    "c16 negative ties": ([6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5], [6, 0, -1, -1, -2, -2, -4, -4]),
-    "c17 scale tie to 1.0": ([6.375], [6.0]),
-    "c17 scale tie to 1.25": ([7.125], [7.5]),
-    "c17 scale 1.125": ([6.37890625], [6.75]),
-    "c17 scale 288": ([1800, 100], [1728, 144]),
-    "c17 largest": ([2688], [2688]),
-    "c17 saturated": ([6000, 100], [2688, 0]),
-    "c17 far beyond": ([3e38, 1000, 200], [2688, 896, 224]),
+    "zeros": ([0.0], [0.0]),
+    "one step of the floor": ([0.001], [2.0**-10]),
+    "a tie below it": ([2.0**-11], [0.0]),
+    "above the tie": ([0.0004931640625], [2.0**-10]),
+    "between steps": ([0.00146484375], [2.0**-9]),
+    "ties": ([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], [6, 0, 1, 1, 2, 2, 4, 4]),
+    "negative ties": ([6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5], [6, 0, -1, -1, -2, -2, -4, -4]),
+    "scale tie to 1.0": ([6.375], [6.0]),
+    "scale tie to 1.25": ([7.125], [7.5]),
+    "scale 1.125": ([6.37890625], [6.75]),
+    "scale 288": ([1800, 100], [1728, 144]),
+    "largest": ([2688], [2688]),
+    "saturated": ([6000, 100], [2688, 0]),
+    "far beyond": ([3e38, 1000, 200], [2688, 896, 224]),
 }
 
 
 NOT_HELD = {
-    ("c17 scale 1.125", torch.bfloat16),
-    ("c17 far beyond", torch.float16),
+    ("scale 1.125", torch.bfloat16),
+    ("far beyond", torch.float16),
 }  # the dtype lacks the value
 
 
 @pytest.mark.parametrize(
     "name, dtype", [(n, d) for n in BLOCKS for d in DTYPES if (n, d) not in NOT_HELD], ids=str
 )
-def test_c15_to_c17_blocks(name, dtype, device):
+def test_to_c17_blocks(name, dtype, device):
     values, want = BLOCKS[name]
     x = torch.full((3, 16), 1000.0)  # neighbours that must not matter
     x[0] = torch.tensor(values + [0.0] * (16 - len(values)))
@@ -209,7 +209,7 @@ def test_c15_to_c17_blocks(name, dtype, device):
 
 @pytest.mark.parametrize("length", [24, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_c18_a_tail_is_padded_with_zeros(length, dtype, device):
+def test_a_tail_is_padded_with_zeros(length, dtype, device):
     x = spread((3, length), dtype, device)
     padded = torch.nn.functional.pad(x, (0, 48 - length))
     assert_same_bits(attn_qat.fake_quantize(x), attn_qat.fake_quantize(padded)[:, :length].contiguous())
@@ -220,7 +220,7 @@ def test_c18_a_tail_is_padded_with_zeros(length, dtype, device):
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 300])
-def test_c19_tile_padding_is_zero(rows, device):
+def test_tile_padding_is_zero(rows, device):
     """Whatever was in memory before: blocks of the allocator are filled with 0xFF and given back first."""
     x = spread((rows, 80), torch.bfloat16, device)
     shape = (math.ceil(rows / 128) * 128, 8)
@@ -233,7 +233,7 @@ def test_c19_tile_padding_is_zero(rows, device):
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-38, 5.0, 3e38])
-def test_c20_global_scale_from_the_largest_magnitude(amax, device):
+def test_global_scale_from_the_largest_magnitude(amax, device):
     """g = max|x| / (6 * 448), which multiplies when decoding, keeps the largest value; never NaN."""
     x = torch.zeros(2, 16, device=device)
     x[0, 3], x[1, 0] = -amax, amax / 5
