@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "cuda/ptx/delay.cuh"
 #include "cuda/ptx/smem.cuh"
 
 namespace attn_qat::ptx {
@@ -15,6 +16,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint64_t& barrier) {
+  inject_delay();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&barrier).bits) : "memory");
 }
 // Arrives, and holds the phase open until `bytes` more have been copied.
@@ -38,6 +40,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t& barrier, uint32_t pa
 __device__ __forceinline__ void mbarrier_wait(uint64_t& barrier, uint32_t parity) {
   while (!mbarrier_try_wait(barrier, parity)) {
   }
+  inject_delay();
 }
 
 }  // namespace attn_qat::ptx

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "cuda/ptx/delay.cuh"
+
 namespace attn_qat::ptx {
 
 // PTX ISA: setmaxnreg. All warps of a warpgroup, in one branch of a single if/else.
@@ -17,10 +19,12 @@ __device__ __forceinline__ void take_registers() {
 // PTX ISA: bar.sync and bar.arrive among kThreads threads. Barrier 0 is __syncthreads().
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_sync(int id) {
+  inject_delay();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_arrive(int id) {
+  inject_delay();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
