@@ -169,8 +169,8 @@ def test_more_heads_than_a_grid_dimension(cuda):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_long_sequence(cuda, recipe):
-    """100,000 keys in one head: rows and keys at both ends against the reference on a slice."""
-    length, rows = 100_000, 64
+    """200,000 keys in one head: rows and keys at both ends against the reference on a slice."""
+    length, rows = 200_000, 64
     case = make_case(Shape(1, 1, 1, rows, length, 128), cuda)
     check_backward(case, recipe, check_forward(case, recipe))
     square = make_case(Shape(1, 1, 1, length, length, 128), cuda)
