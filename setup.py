@@ -5,7 +5,7 @@
     _C               csrc/python_module.cpp, linked to the library: build information and helpers for tests
 
 Environment: ATTN_QAT_CUDA=on|off|auto (auto: CUDA kernels where nvcc is found), CUDA_HOME, CXX, MAX_JOBS.
-ATTN_QAT_INJECT_DELAYS=1 makes kernels that pause at their barriers, to look for races (docs/hopper.md), not to use.
+ATTN_QAT_INJECT_DELAYS=0|1: 1 makes kernels that pause at their barriers, to look for races (docs/hopper.md), not to use.
 """
 
 import json
@@ -59,10 +59,7 @@ CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wex
 CPU_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-DATTN_QAT_X86={int(X86)}"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas=-warn-spills", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", f"-I{CSRC}"]
 # In the compiler's output: C7519 alone is harmless (a fence that it inserts itself).
-SLOW_CODE = r"spill|C751[0-8]|C7520"
-if os.environ.get("ATTN_QAT_INJECT_DELAYS"):  # pauses take registers
-    NVCC_FLAGS.append("-DATTN_QAT_INJECT_DELAYS")
-    SLOW_CODE = SLOW_CODE.removeprefix("spill|")
+SPILLED, SERIALISED = "spill", "C751[0-8]|C7520"
 
 
 def say(text):
@@ -129,6 +126,17 @@ def find_cuda():
         fail(f"ATTN_QAT_CUDA=on, but {found}")
     say(f"CPU kernels only: {found}")
     return None
+
+
+def race_hunt():
+    """Flags of nvcc, and what its output may not hold, of this build: usual, or with pauses, which take registers."""
+    wanted = os.environ.get("ATTN_QAT_INJECT_DELAYS") or "0"
+    if wanted not in ("0", "1"):
+        fail(f"ATTN_QAT_INJECT_DELAYS is {wanted!r}, takes 0 or 1")
+    if wanted == "0":
+        return [], f"{SPILLED}|{SERIALISED}"
+    say("ATTN_QAT_INJECT_DELAYS=1: kernels that pause at their barriers, not for use")
+    return ["-DATTN_QAT_INJECT_DELAYS"], SERIALISED
 
 
 def find_cxx():
@@ -259,12 +267,13 @@ def write_ninja(cxx, cuda, torch, python):
     """Writes build.ninja; returns the files to install, relative to ROOT."""
     ninja = NinjaFile()
     compiler = ninja.words(cxx)
+    pauses, slow_code = race_hunt()
     ninja.rule("cxx", f"{compiler} -MMD -MF $out.d $flags -c $in -o $out", depfile=True)
     ninja.rule("link", f"{compiler} -shared -o $out $in $flags", depfile=False)
     if cuda:
         # What costs speed without costing correctness fails the build: registers spilled, wgmma serialised.
         nvcc = f"{ninja.words([cuda.nvcc])} -MMD -MF $out.d $flags -c $in -o $out"
-        ninja.rule("nvcc", f"{{ {nvcc}; }} > $out.log 2>&1 && ! grep -E '{SLOW_CODE}' $out.log && cat $out.log || "
+        ninja.rule("nvcc", f"{{ {nvcc}; }} > $out.log 2>&1 && ! grep -E '{slow_code}' $out.log && cat $out.log || "
                            "{ cat $out.log; rm -f $out; false; }", depfile=True)
 
     def compile_file(file, rule, flags, folder=BUILD):
@@ -284,7 +293,7 @@ def write_ninja(cxx, cuda, torch, python):
         host = ["-ccbin", cxx[0]] if os.environ.get("CXX") and len(cxx) == 1 else []
         for file, targets in kernel_files().items():
             gencode = [f"-gencode=arch={t.replace('sm', 'compute')},code={t}" for t in targets]
-            objects.append(compile_file(file, "nvcc", NVCC_FLAGS + host + gencode))
+            objects.append(compile_file(file, "nvcc", NVCC_FLAGS + pauses + host + gencode))
     for file in sorted(p.relative_to(ROOT) for p in (ROOT / CSRC / "torch").glob("*.cpp")):
         objects.append(compile_file(file, "cxx", CXX_FLAGS + torch_flags))
     products = [ninja.edge(BUILD / LIBRARY, "link", objects, link)]

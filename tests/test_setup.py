@@ -75,6 +75,22 @@ def test_an_unknown_cuda_mode_is_refused(setup, monkeypatch):
         setup["find_cuda"]()
 
 
+def test_kernels_pause_only_when_asked_to(setup, monkeypatch, capsys):
+    """Then they may spill; serialised products fail every build."""
+    monkeypatch.delenv("ATTN_QAT_INJECT_DELAYS", raising=False)
+    usual = setup["race_hunt"]()
+    assert usual[0] == [] and re.search(usual[1], "4 bytes spill stores") and re.search(usual[1], "(C7510)")
+    monkeypatch.setenv("ATTN_QAT_INJECT_DELAYS", "0")
+    assert setup["race_hunt"]() == usual
+    monkeypatch.setenv("ATTN_QAT_INJECT_DELAYS", "1")
+    flags, refused = setup["race_hunt"]()
+    assert flags == ["-DATTN_QAT_INJECT_DELAYS"] and "not for use" in capsys.readouterr().out
+    assert not re.search(refused, "4 bytes spill stores") and re.search(refused, "(C7510)")
+    monkeypatch.setenv("ATTN_QAT_INJECT_DELAYS", "yes")
+    with pytest.raises(SystemExit, match="ATTN_QAT_INJECT_DELAYS is 'yes', takes 0 or 1"):
+        setup["race_hunt"]()
+
+
 def test_a_missing_compiler_is_named(setup, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
     with pytest.raises(SystemExit, match=r"no C\+\+ compiler 'no-such-compiler': install g\+\+"):
