@@ -18,10 +18,11 @@ struct alignas(16) RowStatistics {
   float unused;
 };
 
-// The same of two neighbouring rows, for kernels that want them side by side.
-struct alignas(16) RowPairStatistics {
-  float exponent[2], delta[2], normaliser[2];
-  float normalised_delta[2];  // normaliser * delta
+// The same of eight neighbouring rows, for kernels that want them side by side and -delta as a matrix operand.
+struct alignas(16) RowGroupStatistics {
+  static constexpr int kRows = 8;
+  float exponent[kRows], normaliser[kRows];
+  uint16_t minus_delta[kRows][8];  // in BF16: three whose sum it is, exactly, and zeros
 };
 
 namespace common {  // kernels that need no special unit
@@ -37,10 +38,10 @@ cudaError_t preprocess(const PreprocessParams&, cudaStream_t);
 // RowStatistics of every query row [B, Hq, Sq]; delta is p.delta where given, else computed.
 cudaError_t row_statistics(const BackwardParams& p, RowStatistics* statistics, cudaStream_t);
 
-// In pairs, with padded_rows rows a head, an even number, those past the end zero. Also zeroes `counters`, at most one
-// for each row.
-cudaError_t row_pair_statistics(const BackwardParams& p, int64_t padded_rows, RowPairStatistics* statistics,
-                                int32_t* counters, int64_t counter_count, cudaStream_t);
+// In groups, with padded_rows rows a head, a multiple of eight, those past the end zero. Also zeroes `counters`, at
+// most one for each row.
+cudaError_t row_group_statistics(const BackwardParams& p, int64_t padded_rows, RowGroupStatistics* statistics,
+                                 int32_t* counters, int64_t counter_count, cudaStream_t);
 
 // Attention operands on their way to a matmul kernel: contiguous BHSD, Q^ and K^ in BF16, V^ in its own
 // dtype.

@@ -18,7 +18,7 @@ struct RowArgs {
   const int32_t* row_exponent;
   float* delta_out;
   RowStatistics* statistics;
-  RowPairStatistics* pairs;
+  RowGroupStatistics* groups;
   int32_t* counters;  // to be zeroed
   int64_t counter_count;
   int64_t heads, seq, padded_seq, rows;  // rows = batch * heads * padded_seq
@@ -77,6 +77,19 @@ __device__ RowStatistics statistics_of(const RowArgs& args, int64_t row, float d
   return {static_cast<float>(exponent), static_cast<float>(exp2(exponent - lse2)), delta, 0.0f};
 }
 
+// x as the sum of three BF16: its 24 digits cut in pieces of eight. Inf and NaN stand in the first.
+__device__ uint4 in_three(float x) {
+  uint32_t piece[3] = {};
+  float rest = x;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    piece[i] = __float_as_uint(rest) >> 16;
+    rest -= __uint_as_float(piece[i] << 16);
+  }
+  if (!isfinite(x)) piece[0] = isnan(x) ? 0x7fc0u : piece[0], piece[1] = piece[2] = 0;
+  return {piece[0] | piece[1] << 16, piece[2], 0, 0};
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ RowArgs args) {
   constexpr int kValues = 16 / sizeof(T), kRowsPerBlock = kThreads / kLanes * kRows;
@@ -118,14 +131,14 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ R
     const int64_t unpadded = at.head * args.seq + at.s;
     const float delta = args.delta_in ? args.delta_in[unpadded] : sum;
     if (args.delta_out) args.delta_out[unpadded] = delta;
-    if (args.statistics || args.pairs) x = statistics_of(args, unpadded, delta);
+    if (args.statistics || args.groups) x = statistics_of(args, unpadded, delta);
     if (args.statistics) args.statistics[unpadded] = x;
   }
-  if (args.pairs) {
-    RowPairStatistics& pair = args.pairs[row / 2];
-    pair.exponent[row % 2] = x.exponent, pair.delta[row % 2] = x.delta,
-                        pair.normaliser[row % 2] = x.normaliser;
-    pair.normalised_delta[row % 2] = x.normaliser * x.delta;
+  if (args.groups) {
+    RowGroupStatistics& group = args.groups[row / RowGroupStatistics::kRows];
+    const int i = row % RowGroupStatistics::kRows;
+    group.exponent[i] = x.exponent, group.normaliser[i] = x.normaliser;
+    reinterpret_cast<uint4&>(group.minus_delta[i]) = in_three(-x.delta);
   }
 }
 
@@ -174,10 +187,10 @@ cudaError_t row_statistics(const BackwardParams& p, RowStatistics* statistics, c
   return launch(args, p.dtype, stream);
 }
 
-cudaError_t row_pair_statistics(const BackwardParams& p, int64_t padded_rows, RowPairStatistics* statistics,
-                                int32_t* counters, int64_t counter_count, cudaStream_t stream) {
+cudaError_t row_group_statistics(const BackwardParams& p, int64_t padded_rows, RowGroupStatistics* statistics,
+                                 int32_t* counters, int64_t counter_count, cudaStream_t stream) {
   RowArgs args = statistics_args(p, padded_rows);
-  args.pairs = statistics, args.counters = counters, args.counter_count = counter_count;
+  args.groups = statistics, args.counters = counters, args.counter_count = counter_count;
   return launch(args, p.dtype, stream);
 }
 

@@ -52,6 +52,12 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t p
   return kSwizzle128 | kGroupBytes | uint64_t{(panel_bytes & 0x3ffff) >> 4} << 16 |
          ((address & 0x3ffff) >> 4);
 }
+// Without swizzle, K-major: core matrices of 8 rows by 16 bytes, one after the other; from one to the next along K and
+// along rows so many bytes.
+__device__ __forceinline__ uint64_t smem_descriptor_unswizzled(uint32_t address, uint32_t next_columns,
+                                                               uint32_t next_rows) {
+  return uint64_t{next_rows >> 4} << 32 | uint64_t{next_columns >> 4} << 16 | ((address & 0x3ffff) >> 4);
+}
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
   return descriptor + (bytes >> 4);
 }

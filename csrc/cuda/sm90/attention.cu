@@ -28,14 +28,15 @@ int64_t padded_keys(const AttentionShape& s) {
 // What the backward takes besides its operands.
 struct BackwardScratch {
   int64_t padded_rows, tiles;  // of query rows: of a head, in all
-  RowPairStatistics* statistics;
+  RowGroupStatistics* statistics;
   GradQuery dq;
   size_t sum_bytes;
 
   BackwardScratch(Arena& arena, const AttentionShape& s)
       : padded_rows(query_tiles(s) * query_tile_rows(s)), tiles(s.batch * s.heads_q * query_tiles(s)) {
     const int64_t rows = s.batch * s.heads_q * padded_rows;
-    statistics = static_cast<RowPairStatistics*>(arena.take(rows / 2 * int64_t{sizeof(RowPairStatistics)}));
+    statistics = static_cast<RowGroupStatistics*>(
+        arena.take(rows / RowGroupStatistics::kRows * int64_t{sizeof(RowGroupStatistics)}));
     dq.turns = static_cast<int32_t*>(arena.take(tiles * int64_t{sizeof(int32_t)}));
     sum_bytes = static_cast<size_t>(rows * s.head_dim) * sizeof(float);
     dq.sums = static_cast<float*>(arena.take(static_cast<int64_t>(sum_bytes)));
@@ -79,8 +80,8 @@ cudaError_t backward(const BackwardParams& params, void* workspace, cudaStream_t
   const BackwardScratch scratch(arena, s);
   cudaError_t status = quantize_into(operands, p, stream);
   if (status == cudaSuccess)
-    status = common::row_pair_statistics(p, scratch.padded_rows, scratch.statistics, scratch.dq.turns,
-                                         scratch.tiles, stream);
+    status = common::row_group_statistics(p, scratch.padded_rows, scratch.statistics, scratch.dq.turns,
+                                          scratch.tiles, stream);
   if (status == cudaSuccess && !p.deterministic)
     status = cudaMemsetAsync(scratch.dq.sums, 0, scratch.sum_bytes, stream);
   if (status == cudaSuccess) status = launch_backward(p, scratch.statistics, scratch.dq, stream);

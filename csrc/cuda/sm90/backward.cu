@@ -51,8 +51,8 @@ __device__ __forceinline__ void backward_produce(const BackwardArgs& args, Backw
   here.for_each_tile(args.tiles_q, [&](int step, int h, int tile) {
     const int stage = step % C::kStages, row = tile * C::kTileQ;
     const uint32_t parity = (step / C::kStages & 1) ^ 1;
-    const RowPairStatistics* statistics =
-        args.statistics + ((here.b * args.p.shape.heads_q + h) * args.tiles_q + tile) * (C::kTileQ / 2);
+    const auto* statistics = reinterpret_cast<const char*>(args.statistics) +
+                             here.of_all(args, h, tile) * sizeof(smem.statistics[0]);
     ptx::mbarrier_wait(smem.q_empty[stage], parity);
     ptx::mbarrier_arrive_expect_tx(smem.q_full[stage], kTileBytes + sizeof(smem.statistics[0]));
     load(smem.q[stage], C::kTileQ, args.q, smem.q_full[stage], row, h);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
   const bool wanted = args.p.dq.data;
   here.for_each_tile(args.tiles_q, [&](int step, int h, int tile) {
     if (step % kAdders != adder) return;
-    const int64_t at = (here.b * args.p.shape.heads_q + h) * args.tiles_q + tile;
+    const uint64_t at = here.of_all(args, h, tile);
     float* sums = args.dq.sums + at * (C::kTileQ * C::kHeadDim);
     const int turn = here.turn(args, tile);
     const bool in_turn = args.p.deterministic && wanted, first = in_turn && turn == 0;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 }
 
 template <class C, class T, Recipe kRecipe>
-cudaError_t launch(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
+cudaError_t launch(const BackwardParams& p, const RowGroupStatistics* statistics, const GradQuery& dq,
                    cudaStream_t stream) {
   const AttentionShape& s = p.shape;
   BackwardArgs args{};
@@ -166,7 +166,7 @@ cudaError_t launch(const BackwardParams& p, const RowPairStatistics* statistics,
 }
 
 template <class C, class T>
-cudaError_t launch_recipe(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
+cudaError_t launch_recipe(const BackwardParams& p, const RowGroupStatistics* statistics, const GradQuery& dq,
                           cudaStream_t stream) {
   switch (p.recipe) {
     case Recipe::kCudnn: return launch<C, T, Recipe::kCudnn>(p, statistics, dq, stream);
@@ -177,16 +177,16 @@ cudaError_t launch_recipe(const BackwardParams& p, const RowPairStatistics* stat
 }
 
 template <class T>
-cudaError_t launch_head_dim(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
-                            cudaStream_t stream) {
+cudaError_t launch_head_dim(const BackwardParams& p, const RowGroupStatistics* statistics,
+                            const GradQuery& dq, cudaStream_t stream) {
   if (p.shape.head_dim == 64) return launch_recipe<BackwardConfig<64>, T>(p, statistics, dq, stream);
   return launch_recipe<BackwardConfig<128>, T>(p, statistics, dq, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_backward(const BackwardParams& p, const RowPairStatistics* statistics, const GradQuery& dq,
-                            cudaStream_t stream) {
+cudaError_t launch_backward(const BackwardParams& p, const RowGroupStatistics* statistics,
+                            const GradQuery& dq, cudaStream_t stream) {
   return p.dtype == DType::kFloat16 ? launch_head_dim<__half>(p, statistics, dq, stream)
                                     : launch_head_dim<__nv_bfloat16>(p, statistics, dq, stream);
 }

@@ -17,7 +17,7 @@ struct BackwardConsumer {
   // Half of dQ: 64 of its columns, or at head dimension 64 half of its rows.
   static constexpr bool kSplitColumns = C::kHeadDim == 128;
   // Where there are registers for it the scales are found beside dS, else in the shadow of dQ.
-  static constexpr bool kEarlyScales = Registers::kQuantizes && C::kHeadDim == 128;
+  static constexpr bool kEarlyScales = Registers::kQuantizes;
 
   const BackwardArgs& args;
   BackwardSmem<C, T>& smem;
@@ -30,7 +30,7 @@ struct BackwardConsumer {
       k_rows{rows_operand<C::kTileK>(reinterpret_cast<const char*>(smem.k) +
                                      (kSplitColumns ? consumer * panel_bytes(C::kTileK) : 0))};
   const int keys_here = static_cast<int>(args.p.shape.seq_k) - here.first_key;
-  ColumnScale* const scratch = smem.scales[threadIdx.x / 32 - kWarpgroup / 32];
+  float* const scratch = smem.reciprocals[threadIdx.x / 32 - kWarpgroup / 32];
 
   __device__ static uint32_t parity_of(int step) { return static_cast<uint32_t>(step / C::kStages & 1); }
 
@@ -43,11 +43,25 @@ struct BackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
+  // dp = -delta of its column: ones times the three parts of it. The eight columns to their right are the same ones
+  // again, and multiplied by 0.
+  __device__ __forceinline__ void subtract_delta(const RowGroupStatistics* statistics, Scores& dp) {
+    const int column = ptx::laneid() % 4 * 2;
+    const uint32_t ones = column == 0 ? 0x3f803f80u : column == 2 ? 0x3f80u : 0u;
+    const uint32_t a[4] = {ones, ones, 0, 0};
+    ptx::wgmma<0>(dp, a,
+                  ptx::smem_descriptor_unswizzled(ptx::smem_addr(statistics[0].minus_delta).bits, 0,
+                                                  sizeof(RowGroupStatistics)),
+                  false, __nv_bfloat16{});
+  }
+
   __device__ __forceinline__ void start_grad_probabilities(int step, Scores& dp) {
     const int stage = step % C::kStages;
     ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));
     ptx::wgmma_fence();
-    multiply_transposed<C::kHeadDim, C::kTileK, C::kTileQ>(dp, v, columns_operand(smem.grad_out[stage]), T{});
+    subtract_delta(smem.statistics[stage], dp);
+    multiply_transposed<C::kHeadDim, C::kTileK, C::kTileQ, true>(dp, v, columns_operand(smem.grad_out[stage]),
+                                                                 T{});
     ptx::wgmma_commit_group();
   }
 
@@ -62,12 +76,13 @@ struct BackwardConsumer {
     }
     own.probabilities(exponents, args.scale_log2, s);
     ptx::hold(s);
+    // Barriers long complete: the compiler moves nothing across.
+    if constexpr (C::kHeadDim == 64) ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));
     typename Registers::Maxima top;
     if constexpr (kEarlyScales) {
       own.maxima(s, top);
       own.template halve<Registers::kColumns / 2, 16>(top);
     }
-    // Long done: the compiler moves nothing across.
     ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));
     ptx::wgmma_wait_group<0>();
     ptx::hold(dp);
@@ -76,7 +91,7 @@ struct BackwardConsumer {
     own.template grad_scores<kNTiles / 2, kNTiles>(smem.statistics[stage], s, dp, packed);
     if constexpr (kEarlyScales) {
       own.template halve<Registers::kColumns / 8, 4>(top);
-      own.share_scales(smem.statistics[stage], top, scratch);
+      own.share_reciprocals(smem.statistics[stage], top, scratch);
     }
   }
 
@@ -110,10 +125,10 @@ struct BackwardConsumer {
       own.template halve<Registers::kColumns / 2, 16>(top);
       own.template halve<Registers::kColumns / 4, 8>(top);
       own.template halve<Registers::kColumns / 8, 4>(top);
-      own.share_scales(smem.statistics[stage], top, scratch);
+      own.share_reciprocals(smem.statistics[stage], top, scratch);
     }
     Packed quantized;
-    own.probability_operand(smem.statistics[stage], scratch, s, quantized);
+    own.probability_operand(scratch, s, quantized);
     ptx::wgmma_fence();
     multiply_add(own.dv, quantized, rows_operand<C::kTileQ>(smem.grad_out[stage]), T{});
     ptx::wgmma_commit_group();
@@ -153,12 +168,13 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ void store() const {
     if (!args.p.dk.data) return;
-    const int first_row = here.first_key + key_in_tile;
+    const BackwardPlace<C> place(args, ptx::ctaid_x());  // anew: kept through the loop it would spill
+    const int first_row = place.first_key + key_in_tile;
     const AttentionShape& shape = args.p.shape;
     const float dk_scale[2] = {args.p.softmax_scale, args.p.softmax_scale},
-                dv_scale[2] = {1.0f / kDvGain<T>, 1.0f / kDvGain<T>};
-    store_rows<C::kHeadDim, T>(args.p.dk, here.b, here.h_kv, first_row, shape.seq_k, own.dk, dk_scale);
-    store_rows<C::kHeadDim, T>(args.p.dv, here.b, here.h_kv, first_row, shape.seq_k, own.dv, dv_scale);
+                dv_scale[2] = {1.0f / Registers::kLeftInDv, 1.0f / Registers::kLeftInDv};
+    store_rows<C::kHeadDim, T>(args.p.dk, place.b, place.h_kv, first_row, shape.seq_k, own.dk, dk_scale);
+    store_rows<C::kHeadDim, T>(args.p.dv, place.b, place.h_kv, first_row, shape.seq_k, own.dv, dv_scale);
   }
 };
 

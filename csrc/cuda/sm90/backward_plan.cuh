@@ -11,16 +11,10 @@ namespace attn_qat::sm90 {
 struct BackwardArgs {
   CUtensorMap q, k, v, grad_out;
   BackwardParams p;
-  const RowPairStatistics* statistics;  // [B, Hq, tiles_q * kTileQ / 2], zero past the end
+  const RowGroupStatistics* statistics;  // [B, Hq, tiles_q * kTileQ / 8], zero past the end
   GradQuery dq;
   int tiles_q, tiles_k, heads_together;
   float scale_log2;
-};
-
-// Of the block of a query and the 16 keys of a warp.
-struct alignas(8) ColumnScale {
-  float reciprocal;
-  float factor;  // what a code is multiplied by
 };
 
 // Thread blocks start kv tile by kv tile of so many blocks' worth of heads. A query tile takes dQ from one kv tile after
@@ -38,8 +32,8 @@ struct BackwardSmem {
   alignas(1024) T grad_out[C::kStages][C::kTileQ * C::kHeadDim];
   alignas(1024) Quantized grad_scores[2][C::kTileQ * C::kTileK];  // rows are queries; used in turn
   alignas(128) float dq[kConsumers][C::kTileQ * C::kHeadDim / kConsumers];
-  alignas(128) RowPairStatistics statistics[C::kStages][C::kTileQ / 2];
-  alignas(16) ColumnScale scales[kConsumerWarps][C::kTileQ];
+  alignas(128) RowGroupStatistics statistics[C::kStages][C::kTileQ / RowGroupStatistics::kRows];
+  alignas(16) float reciprocals[kConsumerWarps][C::kTileQ];  // of a warp's scales of P^, one a query
   // full: one arrival, the producer's, and the bytes. empty: one arrival a consumer warp; for q a consumer thread, since
   // each has read statistics by itself.
   uint64_t kv_full, q_full[C::kStages], q_empty[C::kStages], grad_full[C::kStages], grad_empty[C::kStages];
@@ -83,6 +77,12 @@ struct BackwardPlace {
   __device__ int turn(const BackwardArgs& args, int tile) const {
     if (!in_descending_turns(args)) return tile_k;
     return min(((tile + 1) * C::kTileQ - 1 + offset) / C::kTileK, args.tiles_k - 1) - tile_k;
+  }
+
+  // Index of a query tile among those of all heads: there are fewer than 2^31.
+  __device__ uint64_t of_all(const BackwardArgs& args, int head, int tile) const {
+    const auto heads_q = static_cast<uint32_t>(args.p.shape.heads_q);
+    return (b * heads_q + head) * static_cast<uint32_t>(args.tiles_q) + tile;
   }
 
   // Calls body(step, head, tile) for every query tile in order.

@@ -29,14 +29,18 @@ struct BackwardRegisters {
         if (8 * j + e % 2 < first[e / 2]) s[j][e] = -__builtin_inff();
   }
 
+  // Of eight columns this thread's two.
+  __device__ static float2 own_columns(const float (&columns)[8]) {
+    return reinterpret_cast<const float2*>(columns)[ptx::laneid() % 4];
+  }
+
   // Statistics of this thread's columns, 8 j + 2 (lane % 4) + 0 and 1, in registers ahead of their use: shared memory
   // is slow to answer while the tensor cores read it.
   struct Exponents {
     float2 of[kNTiles];
-    __device__ void load(const RowPairStatistics* statistics) {
+    __device__ void load(const RowGroupStatistics* statistics) {
 #pragma unroll
-      for (int j = 0; j < kNTiles; ++j)
-        of[j] = *reinterpret_cast<const float2*>(statistics[4 * j + ptx::laneid() % 4].exponent);
+      for (int j = 0; j < kNTiles; ++j) of[j] = own_columns(statistics[j].exponent);
     }
   };
   // s becomes p = exp2(t - E).
@@ -49,18 +53,19 @@ struct BackwardRegisters {
                                       (e % 2 ? exponents.of[j].y : exponents.of[j].x));
   }
 
-  // dS of columns 8 kFrom .. 8 kTo - 1, packed as the left operand of dK.
+  // In columns 8 kFrom .. 8 kTo - 1 p becomes P, and dS = P (dP - delta) is packed as the left operand of dK.
   template <int kFrom, int kTo>
-  __device__ static void grad_scores(const RowPairStatistics* statistics, const Scores& s, const Scores& dp,
+  __device__ static void grad_scores(const RowGroupStatistics* statistics, Scores& s, const Scores& dp,
                                      Packed& packed) {
-    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
 #pragma unroll
     for (int j = kFrom; j < kTo; ++j) {
-      const auto n =
-          *reinterpret_cast<const float4*>(own[4 * j].normaliser);  // twice, normalised delta twice
+      const float2 n = own_columns(statistics[j].normaliser);
       float ds[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) ds[e] = s[j][e] * fmaf(dp[j][e], e % 2 ? n.y : n.x, -(e % 2 ? n.w : n.z));
+      for (int e = 0; e < 4; ++e) {
+        s[j][e] *= e % 2 ? n.y : n.x;
+        ds[e] = s[j][e] * dp[j][e];
+      }
       packed[j / 2][j % 2 * 2] = tile::pack(ds[0], ds[1], Quantized{});
       packed[j / 2][j % 2 * 2 + 1] = tile::pack(ds[2], ds[3], Quantized{});
     }
@@ -86,20 +91,12 @@ struct BackwardRegisters {
     }
   }
 
-  // p becomes P times the FP16 gain.
-  __device__ static void normalise(const RowPairStatistics* statistics, float gain, Scores& s) {
-    const RowPairStatistics* own = statistics + ptx::laneid() % 4;
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      const auto normaliser = *reinterpret_cast<const float2*>(own[4 * j].normaliser);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[j][e] *= (e % 2 ? normaliser.y : normaliser.x) * gain;
-    }
-  }
-
   static constexpr bool kQuantizes = kRecipe != Recipe::kFp4Qk;
   static constexpr int kColumns = 2 * kNTiles;
   using Maxima = float[kColumns];
+  // What P^ is multiplied by in dV. Where its products are rounded anyhow (E4M3 times n), a constant costs nothing here.
+  static constexpr float kLeftInDv =
+      kRecipe == Recipe::kFp4 && kDvGain<T> == 1.0f ? tile::kSaturation / tile::kCodeUnit : kDvGain<T>;
 
   // Of each column, over this thread's two keys. Recipe fp4 quantises p itself, cudnn P.
   __device__ static void maxima(const Scores& s, Maxima& top) {
@@ -110,41 +107,41 @@ struct BackwardRegisters {
     }
   }
 
-  // The scales of the columns that the halving has left to this lane, for its warp: of the pairs of columns
+  // 1 / scale, of P, for the columns that the halving has left to this lane, for its warp: of the pairs of columns
   // (8 j + 2 (lane % 4), + 1) those of kOwned / 2 consecutive j.
-  __device__ static void share_scales(const RowPairStatistics* statistics, const Maxima& top,
-                                      ColumnScale* scratch) {
+  __device__ static void share_reciprocals(const RowGroupStatistics* statistics, const Maxima& top,
+                                           float* scratch) {
     constexpr int kOwned = kColumns / 8;
     const int lane = ptx::laneid();
     const int first = lane / 16 * (kNTiles / 2) + lane / 8 % 2 * (kNTiles / 4) + lane / 4 % 2 * (kNTiles / 8);
-    __syncwarp();  // the scales of the previous tile have been read
+    __syncwarp();  // the reciprocals of the previous tile have been read
 #pragma unroll
     for (int i = 0; i < kOwned; i += 2) {
-      const int pair = 4 * (first + i / 2) + lane % 4;
-      const auto normaliser = *reinterpret_cast<const float2*>(statistics[pair].normaliser);
-      constexpr bool kOfP = kRecipe == Recipe::kCudnn;
-      const tile::BlockScale x = tile::block_scale(kOfP ? top[i] * normaliser.x : top[i],
-                                                   kProbabilityGain<kRecipe>),
-                             y = tile::block_scale(kOfP ? top[i + 1] * normaliser.y : top[i + 1],
-                                                   kProbabilityGain<kRecipe>);
-      float2 factor{x.scale * (kDvGain<T> * tile::kCodeUnit), y.scale * (kDvGain<T> * tile::kCodeUnit)};
-      if constexpr (!kOfP) factor.x *= normaliser.x, factor.y *= normaliser.y;
-      *reinterpret_cast<float4*>(&scratch[2 * pair]) = {x.reciprocal, factor.x, y.reciprocal, factor.y};
+      const int j = first + i / 2;
+      const float2 n = own_columns(statistics[j].normaliser);
+      reinterpret_cast<float2*>(scratch)[4 * j + lane % 4] = {reciprocal(top[i], n.x),
+                                                              reciprocal(top[i + 1], n.y)};
     }
     __syncwarp();
   }
+  __device__ static float reciprocal(float top, float n) {
+    constexpr bool kOfP = kRecipe == Recipe::kCudnn;
+    const float scale = tile::block_scale(kOfP ? top * n : top, kProbabilityGain<kRecipe>).scale;
+    return ptx::rcp_approx_ftz(scale * tile::kSaturation * (kOfP ? 1.0f : n));
+  }
 
-  // p becomes the left operand of dV: P, quantised by recipe.
-  __device__ static void probability_operand(const RowPairStatistics* statistics, const ColumnScale* scratch,
-                                             Scores& s, Packed& packed) {
-    if constexpr (kRecipe == Recipe::kCudnn) normalise(statistics, 1.0f, s);
-    if constexpr (kRecipe == Recipe::kFp4Qk) normalise(statistics, kDvGain<T>, s);
+  // P becomes the left operand of dV, quantised by recipe.
+  __device__ static void probability_operand(const float* scratch, Scores& s, Packed& packed) {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {
       if constexpr (kQuantizes) {
-        const auto pair = *reinterpret_cast<const float4*>(&scratch[8 * j + ptx::laneid() % 4 * 2]);
-        tile::quantize_pair_in_units(s[j][0], s[j][2], pair.x, pair.y);
-        tile::quantize_pair_in_units(s[j][1], s[j][3], pair.z, pair.w);
+        constexpr float kFactor = kLeftInDv * tile::kCodeUnit / tile::kSaturation;
+        const float2 r = reinterpret_cast<const float2*>(scratch)[4 * j + ptx::laneid() % 4];
+        tile::quantize_pair_in_units(s[j][0], s[j][2], r.x, ptx::rcp_approx_ftz(r.x) * kFactor);
+        tile::quantize_pair_in_units(s[j][1], s[j][3], r.y, ptx::rcp_approx_ftz(r.y) * kFactor);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[j][e] *= kLeftInDv;
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r)

@@ -16,7 +16,7 @@ int64_t query_tiles(const AttentionShape&);  // of a head
 int64_t query_tile_rows(const AttentionShape&);
 
 // sums: zero unless deterministic. turns: zero.
-cudaError_t launch_backward(const BackwardParams&, const RowPairStatistics*, const GradQuery&, cudaStream_t);
+cudaError_t launch_backward(const BackwardParams&, const RowGroupStatistics*, const GradQuery&, cudaStream_t);
 cudaError_t launch_store_dq(const BackwardParams&, const GradQuery&, cudaStream_t);
 
 }  // namespace attn_qat::sm90

@@ -35,13 +35,13 @@ __device__ __forceinline__ void zero(float (&x)[kTiles][4]) {
   for (int i = 0; i < kTiles; ++i) x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0.0f;
 }
 
-// d = A B^T: kColumns columns of an A tile of kRowsA rows and a B tile of kRowsB.
-template <int kColumns, int kRowsA, int kRowsB, int kTiles, class T>
+// d = A B^T, or d += it: kColumns columns of an A tile of kRowsA rows and a B tile of kRowsB.
+template <int kColumns, int kRowsA, int kRowsB, bool kAdd = false, int kTiles, class T>
 __device__ __forceinline__ void multiply_transposed(float (&d)[kTiles][4], uint64_t a, uint64_t b, T) {
 #pragma unroll
   for (int step = 0; step < kColumns / 16; ++step)
     ptx::wgmma<0>(d, ptx::advance(a, column_step(kRowsA, step)), ptx::advance(b, column_step(kRowsB, step)),
-                  step > 0, T{});
+                  kAdd || step > 0, T{});
 }
 
 // d += A B with A in registers: all of it, or columns 16 kFrom .. 16 kTo - 1 of A.
