@@ -1,7 +1,7 @@
 // dQ, dK and dV with wgmma, fused: one thread block for 128 keys of a kv head, looping over the query tiles of every
 // query head in the group. Everything is transposed, so that a warpgroup owns its 64 keys:
 //
-//   S^T = K^ Q^T,  dP^T = V^ dO^T,  p = exp2(t - E),  dS^T = bf16(p (n dP^T - n delta)) with n = 2^E exp(-lse)
+//   S^T = K^ Q^T,  dP^T = V^ dO^T - delta,  p = exp2(t - E),  P = n p with n = 2^E exp(-lse),  dS^T = bf16(P dP^T)
 //   dK += dS^T Q^,  dQ += dS K^,  dV += P^^T dO with P^ quantised along keys
 //
 // One step of a consumer warpgroup. Only dV needs P^, so the quantiser works in the shadow of dK and dQ; dQ leaves in
@@ -9,6 +9,9 @@
 //
 //   tensor cores   S^T | dP^T |                    | dK           | dQ of the step before | dV
 //   CUDA cores         | p    | dS, scales of P^   | store dS^T   | P^                    | stage dQ
+//
+// A query is a column, so that every warp needs the statistics of all queries of the tile: delta comes through the tensor
+// cores, as one more step of dP^T, and of each warp's scales of P^ only the reciprocal is handed round.
 //
 // p, dS and P^ go from accumulators to left operands in registers. dS alone passes through shared memory, because dQ
 // sums over the keys of both consumers: each stores its half transposed and multiplies all of it, for half of dQ. It
