@@ -55,7 +55,7 @@ __device__ __forceinline__ void backward_produce(const BackwardArgs& args, Backw
     const int stage = step % C::kStages, row = tile * C::kTileQ;
     const uint32_t parity = (step / C::kStages & 1) ^ 1;
     const auto* statistics = reinterpret_cast<const char*>(args.statistics) +
-                             here.of_all(args, h, tile) * sizeof(smem.statistics[0]);
+                             here.query_tile(args, h, tile) * sizeof(smem.statistics[0]);
     ptx::mbarrier_wait(smem.q_empty[stage], parity);
     ptx::mbarrier_arrive_expect_tx(smem.q_full[stage], kTileBytes + sizeof(smem.statistics[0]));
     load(smem.q[stage], C::kTileQ, args.q, smem.q_full[stage], row, h);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void backward_add(const BackwardArgs& args, BackwardS
   const bool wanted = args.p.dq.data;
   here.for_each_tile(args.tiles_q, [&](int step, int h, int tile) {
     if (step % kAdders != adder) return;
-    const uint64_t at = here.of_all(args, h, tile);
+    const uint64_t at = here.query_tile(args, h, tile);
     float* sums = args.dq.sums + at * (C::kTileQ * C::kHeadDim);
     const int turn = here.turn(args, tile);
     const bool in_turn = args.p.deterministic && wanted, first = in_turn && turn == 0;

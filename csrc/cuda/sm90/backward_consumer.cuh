@@ -16,8 +16,6 @@ struct BackwardConsumer {
   static constexpr int kNTiles = Registers::kNTiles;
   // Half of dQ: 64 of its columns, or at head dimension 64 half of its rows.
   static constexpr bool kSplitColumns = C::kHeadDim == 128;
-  // Where there are registers for it the scales are found beside dS, else in the shadow of dQ.
-  static constexpr bool kEarlyScales = Registers::kQuantizes;
 
   const BackwardArgs& args;
   BackwardSmem<C, T>& smem;
@@ -76,10 +74,10 @@ struct BackwardConsumer {
     }
     own.probabilities(exponents, args.scale_log2, s);
     ptx::hold(s);
-    // Barriers long complete: the compiler moves nothing across.
+    // Both waits are for what is long complete: the compiler moves nothing across.
     if constexpr (C::kHeadDim == 64) ptx::mbarrier_wait(smem.grad_full[stage], parity_of(step));
     typename Registers::Maxima top;
-    if constexpr (kEarlyScales) {
+    if constexpr (Registers::kQuantizes) {
       own.maxima(s, top);
       own.template halve<Registers::kColumns / 2, 16>(top);
     }
@@ -87,9 +85,9 @@ struct BackwardConsumer {
     ptx::wgmma_wait_group<0>();
     ptx::hold(dp);
     own.template grad_scores<0, kNTiles / 2>(smem.statistics[stage], s, dp, packed);
-    if constexpr (kEarlyScales) own.template halve<Registers::kColumns / 4, 8>(top);
+    if constexpr (Registers::kQuantizes) own.template halve<Registers::kColumns / 4, 8>(top);
     own.template grad_scores<kNTiles / 2, kNTiles>(smem.statistics[stage], s, dp, packed);
-    if constexpr (kEarlyScales) {
+    if constexpr (Registers::kQuantizes) {
       own.template halve<Registers::kColumns / 8, 4>(top);
       own.share_reciprocals(smem.statistics[stage], top, scratch);
     }
@@ -119,14 +117,6 @@ struct BackwardConsumer {
     own.store_grad_scores(
         {ptx::smem_addr(smem.grad_scores[step % 2]).bits + consumer * panel_bytes(C::kTileQ)}, packed);
     start_dq(step - 1, dq);
-    if constexpr (Registers::kQuantizes && !kEarlyScales) {
-      typename Registers::Maxima top;
-      own.maxima(s, top);
-      own.template halve<Registers::kColumns / 2, 16>(top);
-      own.template halve<Registers::kColumns / 4, 8>(top);
-      own.template halve<Registers::kColumns / 8, 4>(top);
-      own.share_reciprocals(smem.statistics[stage], top, scratch);
-    }
     Packed quantized;
     own.probability_operand(scratch, s, quantized);
     ptx::wgmma_fence();

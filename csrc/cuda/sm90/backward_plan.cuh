@@ -80,7 +80,7 @@ struct BackwardPlace {
   }
 
   // Index of a query tile among those of all heads: there are fewer than 2^31.
-  __device__ uint64_t of_all(const BackwardArgs& args, int head, int tile) const {
+  __device__ uint64_t query_tile(const BackwardArgs& args, int head, int tile) const {
     const auto heads_q = static_cast<uint32_t>(args.p.shape.heads_q);
     return (b * heads_q + head) * static_cast<uint32_t>(args.tiles_q) + tile;
   }
